@@ -1,0 +1,1 @@
+"""Who runs next, and the one door to the device."""
