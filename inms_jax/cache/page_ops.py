@@ -1,0 +1,44 @@
+"""Writes to the pool: scatter new tokens into their slots, copy pages. Knows nothing of why, or of attention.
+
+Pure functions; under a jit that donates KVPages they write in place.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
+from inms_jax.cache.page_table import KVPages
+from inms_jax.kernels.page_copy.api import page_copy
+from inms_jax.kernels.storage import encode
+
+
+def write_tokens(
+    kv: KVPages,
+    layer: int | Int32[Array, ""],
+    write_page: Int32[Array, " T"],
+    write_slot: Int32[Array, " T"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+) -> KVPages:
+    """Put the keys and values of T tokens into (page, slot) of one layer. Rows of page 0 are dropped."""
+    # An index past the pool: scatter drops it, so padding costs nothing and the null page stays as it is.
+    row = jnp.where(write_page == 0, kv.k.shape[0], write_page + layer * kv.num_pages)
+
+    def put(pages: Shaped[Array, "LP K B H"], new: Float[Array, "T K H"]) -> Shaped[Array, "LP K B H"]:
+        return pages.at[row, :, write_slot].set(encode(new, pages.dtype), mode="drop")
+
+    return KVPages(k=put(kv.k, k), v=put(kv.v, v), num_layers=kv.num_layers)
+
+
+@partial(jax.jit, donate_argnames=("kv",))
+def copy_pages(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"]) -> KVPages:
+    """Copy page `src[i]` to page `dst[i]` in all layers; pad with 0 -> 0. `kv` is donated. One caller: the
+    runner.
+    """
+    return KVPages(
+        k=page_copy(kv.k, src, dst, num_layers=kv.num_layers),
+        v=page_copy(kv.v, src, dst, num_layers=kv.num_layers),
+        num_layers=kv.num_layers,
+    )

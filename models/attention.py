@@ -1,0 +1,76 @@
+"""The glue between a layer and its pages: write the new keys and values, read every level, merge.
+
+Keys are written before they are read, so a token finds itself and its chunk in the pages like any other.
+Knows nothing of weights or of how rows were put into levels.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from inms_jax.cache.page_ops import write_tokens
+from inms_jax.cache.page_table import KVPages
+from inms_jax.kernels.paged_attention.api import Level, paged_attention
+from inms_jax.kernels.paged_attention.merge import merge_states
+
+
+def attend(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv: KVPages,
+    layer: int | Int32[Array, ""],
+    positions: Int32[Array, " T"],
+    levels: tuple[Level, ...],
+    write_page: Int32[Array, " T"],
+    write_slot: Int32[Array, " T"],
+    *,
+    inv_freq: Float[Array, " h"],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T N H"], KVPages]:
+    """Attention of T rotated queries over all levels, after writing T rotated keys and their values."""
+    kv = write_tokens(kv, layer, write_page, write_slot, k, v)
+    offset = jnp.asarray(layer * kv.num_pages, jnp.int32)
+    states = [_read_level(q, kv, offset, positions, level, inv_freq, implementation) for level in levels]
+    out, lse = states[0]
+    for other_out, other_lse in states[1:]:
+        out, lse = merge_states(out, lse, other_out, other_lse)
+    return out.astype(q.dtype), kv
+
+
+def _read_level(
+    q: Float[Array, "T N H"],
+    kv: KVPages,
+    offset: Int32[Array, ""],
+    positions: Int32[Array, " T"],
+    level: Level,
+    inv_freq: Float[Array, " h"],
+    implementation: str | None,
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
+    T, N, H = q.shape
+    G = level.page.shape[0]
+    if level.rows is None:
+        queries, q_position = q.reshape(G, T // G, N, H), positions.reshape(G, T // G)
+    else:
+        queries = q.at[level.rows].get(mode="clip")
+        # A padding row stands before every stored position, so it sees nothing.
+        q_position = jnp.where(
+            level.rows < T, positions.at[level.rows].get(mode="clip"), jnp.iinfo(jnp.int32).min // 2
+        )
+    out, lse = paged_attention(
+        queries,
+        kv.k,
+        kv.v,
+        level,
+        q_position,
+        offset,
+        scale=H**-0.5,
+        inv_freq=inv_freq,
+        implementation=implementation,
+    )
+    if level.rows is None:
+        return out.reshape(T, N, H), lse.reshape(T, N)
+    rows = level.rows.reshape(-1)
+    return (
+        jnp.zeros((T, N, H), jnp.float32).at[rows].set(out.reshape(-1, N, H), mode="drop"),
+        jnp.full((T, N), -jnp.inf, jnp.float32).at[rows].set(lse.reshape(-1, N), mode="drop"),
+    )
