@@ -1,7 +1,7 @@
-"""What a decoder of the Llama family is: sizes, rotary embedding, and the few switches that tell families apart.
+"""What a decoder of the Llama family is: sizes, rotary embedding, and the switches that tell families apart.
 
-Reads Hugging Face `config.json` dictionaries and the presets in `configs/models/`. An attribute that is neither
-understood nor known to be harmless is refused by name, since ignoring one that matters gives fluent nonsense.
+Reads Hugging Face `config.json` dictionaries and the presets in `configs/models/`. An attribute that is
+neither understood nor known to be harmless is refused by name: ignoring one that matters gives nonsense.
 Knows nothing of arrays, weights or files other than presets, and imports no jax.
 """
 
@@ -70,7 +70,8 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
-                f"llama3 rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, got {self}."
+                "llama3 rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor,"
+                f" got {self}."
             )
         if self.original_max_position_embeddings < 1:
             raise ConfigError(f"original_max_position_embeddings must be at least 1, got {self}.")
@@ -90,7 +91,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One model. `attention_bias` is a bias on q, k and v only (Qwen2); `qk_norm` an RMSNorm per head (Qwen3)."""
+    """One model. `attention_bias`: a bias on q, k and v only (Qwen2); `qk_norm`: RMSNorm per head (Qwen3)."""
 
     name: str
     vocab_size: int
@@ -134,25 +135,32 @@ class ModelConfig:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> "ModelConfig":
-        """Read a preset of `configs/models/`: exactly these fields, and `source` for where the values are from."""
+        """Read a preset of `configs/models/`: exactly these fields and `source`, where they are from."""
         with open(path, "rb") as file:
             values = tomllib.load(file)
         values.pop("source", None)
         try:
-            rope = dict(values.pop("rope"))
-            scaling = rope.pop("scaling", None)
-            return cls(
-                rope=RopeConfig(**rope, scaling=None if scaling is None else Llama3Scaling(**scaling)),
-                **values,
-            )
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
+        """The inverse of `dataclasses.asdict`."""
+        try:
+            rope = dict(values["rope"])
+            if rope.get("scaling") is not None:
+                rope["scaling"] = Llama3Scaling(**rope["scaling"])
+            return cls(**{**values, "rope": RopeConfig(**rope)})
         except (TypeError, KeyError) as error:
-            raise ConfigError(f"{path}: {error}; see the fields of ModelConfig.") from error
+            raise ConfigError(f"These are not the fields of ModelConfig: {error}.") from error
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, name: str = "model") -> "ModelConfig":
         """Read a `config.json` written by transformers 4 or 5.
 
-        Raises `UnsupportedModelError` for what is not implemented, `ConfigError` for missing or impossible values.
+        Raises `UnsupportedModelError` for what is not implemented, `ConfigError` for missing or impossible
+        values.
         """
         reader = _Reader(config, name)
         family = reader.family()
@@ -199,7 +207,7 @@ _FAMILIES: Final = {
 
 
 class _Reader:
-    """Takes attributes out of one config dictionary, so that what is left over at the end is what nobody read."""
+    """Takes attributes out of one config dictionary; what is left at the end is what nobody read."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         self._left = dict(config)
@@ -262,7 +270,7 @@ class _Reader:
             )
 
     def rope(self, default_theta: float | None) -> RopeConfig:
-        # transformers 4: rope_theta and rope_scaling ("type", later "rope_type"); 5: both inside rope_parameters.
+        # transformers 4: rope_theta and rope_scaling ("type", later "rope_type"); 5: all in rope_parameters.
         old, new = self.take("rope_scaling"), self.take("rope_parameters")
         if old is not None and new is not None and old != new:
             raise ConfigError(f"{self._name!r} has both rope_scaling {old} and rope_parameters {new}.")
