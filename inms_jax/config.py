@@ -68,9 +68,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a power of two, got {value}")
         parse_bytes(self.kv_cache_memory)
         if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigError(
-                f"kv_cache_dtype must be auto, float32, bfloat16 or float16, got {self.kv_cache_dtype!r}"
-            )
+            raise ConfigError(f"kv_cache_dtype must be auto, float32, bfloat16 or float16, got {self.kv_cache_dtype!r}")
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, 2)
         _require_int("seed", self.seed, 0)
@@ -169,13 +167,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the plain argmax of the logits is the answer, with nothing else to report."""
-        return (
-            self.temperature == 0
-            and self.repetition_penalty == 1
-            and self.min_tokens == 0
-            and not self.logprobs
-        )
+        """True when the plain argmax of the logits is the answer (while no id is banned), with no more to report."""
+        return self.temperature == 0 and self.repetition_penalty == 1 and not self.logprobs
 
 
 def sampling_params(value: SamplingParams | dict[str, Any] | None) -> SamplingParams:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from inms_jax.config import MAX_LOGPROBS
+from inms_jax.kernels.state import register_state
 
 
-@jax.tree_util.register_dataclass
+@register_state
 @dataclass(frozen=True, slots=True)
 class SamplingState:
     """Settings of S rows. `banned` ids at or above V are padding. `seen` marks tokens to penalise."""
@@ -29,7 +30,7 @@ class SamplingState:
     banned: Int32[Array, "S C"]
 
 
-@jax.tree_util.register_dataclass
+@register_state
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One token per row; log-probabilities are of the raw logits (before penalty, ban and temperature)."""
@@ -40,7 +41,7 @@ class Sampled:
     top_logprobs: Float[Array, "S E"]
 
 
-@jax.tree_util.register_dataclass
+@register_state
 @dataclass(frozen=True, slots=True)
 class Greedy:
     """The most likely token of each row with its log-probability; `lse` is the natural log normaliser."""
@@ -53,9 +54,7 @@ class Greedy:
 def greedy(logits: Float[Array, "S V"]) -> Greedy:
     """Argmax and its log-probability. Part of the step program, so every row takes this one path."""
     lse = jax.nn.logsumexp(logits, axis=-1)
-    return Greedy(
-        token=jnp.argmax(logits, axis=-1).astype(jnp.int32), logprob=jnp.max(logits, axis=-1) - lse, lse=lse
-    )
+    return Greedy(token=jnp.argmax(logits, axis=-1).astype(jnp.int32), logprob=jnp.max(logits, axis=-1) - lse, lse=lse)
 
 
 def _keep(

@@ -1,0 +1,57 @@
+"""inms-jax: tiered KV-cache sharing for multi-agent LLM inference in JAX. Public names only.
+
+Names load on first use, so that host-side parts (the memory manager, say) import no jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inms_jax.agents import Agent
+    from inms_jax.config import EngineConfig, SamplingParams
+    from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from inms_jax.engine.segment import Segment
+    from inms_jax.llm import LLM, Stats
+    from inms_jax.memory.tier import Scope, Tier
+    from inms_jax.tenants import Group, Tenant
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "llm",
+    "Agent": "agents",
+    "CompletionOutput": "engine.outputs",
+    "EngineConfig": "config",
+    "Group": "tenants",
+    "Logprob": "engine.outputs",
+    "RequestOutput": "engine.outputs",
+    "SamplingParams": "config",
+    "Scope": "memory.tier",
+    "Segment": "engine.segment",
+    "Stats": "llm",
+    "Tenant": "tenants",
+    "Tier": "memory.tier",
+}
+
+__all__ = [
+    "LLM",
+    "Agent",
+    "CompletionOutput",
+    "EngineConfig",
+    "Group",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "Scope",
+    "Segment",
+    "Stats",
+    "Tenant",
+    "Tier",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"inms_jax.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'inms_jax' has no attribute {name!r}")

@@ -1,0 +1,352 @@
+"""Agents as objects: what they read, what they say, and the homes (tenant, group) they live in.
+
+Knows nothing of pages: it names scopes and hands contexts to the engine.
+"""
+
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from inms_jax.config import SamplingParams, sampling_params
+from inms_jax.engine.conversation import Conversation, Item, ReplyItem, TextItem
+from inms_jax.engine.outputs import RequestOutput
+from inms_jax.engine.pending import Pending
+from inms_jax.engine.request import Request, TurnStart
+from inms_jax.engine.segment import Published, Segment
+from inms_jax.engine.services import Services
+from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, VisibilityError
+from inms_jax.memory.manager import SequenceHandle
+from inms_jax.memory.tier import Scope
+
+ContextItem = str | Segment
+ChatInput = str | Segment | Sequence[dict[str, str] | Segment]
+
+
+class Handle:
+    """Something with a name that can be closed, once or several times, and used as a context manager."""
+
+    kind = "handle"
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the name of a {self.kind} must be a non-empty string, got {name!r}")
+        self.name = name
+        self.closed = False
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self.kind} {self.name!r} was closed: create a new one to go on")
+
+    def close(self) -> None:
+        """End it; later calls raise ClosedError."""
+        self.closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name!r}{' closed' if self.closed else ''}>"
+
+
+class Home(Handle):
+    """Where agents live and texts are published: a tenant, or a group inside one (its `outer`)."""
+
+    def __init__(self, services: Services, name: str, scope: Scope, outer: "Home | None") -> None:
+        super().__init__(name)
+        self._services = services
+        self.scope = scope
+        self.outer = outer
+        self.published: dict[str, Published] = {}
+        self.agents: dict[str, Agent] = {}
+        services.hold_scope(scope)
+
+    def visible(self) -> dict[str, Published]:
+        """Every text that an agent of this home can read, by name."""
+        return {**(self.outer.visible() if self.outer else {}), **self.published}
+
+    def _publish(self, name: str, text: str, role: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(f"a published text needs a non-empty name, got {name!r}")
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(f"nothing to publish as {name!r}: the text is empty")
+        if name in self.published:
+            raise InvalidRequestError(
+                f"{name!r} is already published in {self.kind} {self.name!r} and cannot change: use another name"
+            )
+        self.published[name] = Published(name, text, role, self.scope)
+
+    def _agent(self, name: str, context: Sequence[ContextItem], tools: Sequence[dict[str, Any]] | None) -> "Agent":
+        with self._services.lock:
+            self._require_open()
+            self._require_free(name)
+            self.agents[name] = agent = Agent(self, name, context, tools)
+            return agent
+
+    def _require_free(self, name: str) -> None:
+        if name in self.agents:
+            raise ConfigError(f"agent {name!r} is live in {self.name!r}: close it first or choose another name")
+
+    def _member_left(self) -> None:
+        """Called after an agent of this home has closed."""
+
+
+class Agent(Handle):
+    """One speaker with a context and a conversation. Made by `tenant.agent` or `group.agent`.
+
+    Calls from several threads run in call order. A failed or aborted turn leaves the conversation as before it.
+    """
+
+    kind = "agent"
+
+    def __init__(
+        self,
+        home: Home,
+        name: str,
+        context: Sequence[ContextItem],
+        tools: Sequence[dict[str, Any]] | None,
+        parent: "Agent | None" = None,
+    ) -> None:
+        super().__init__(name)
+        if isinstance(context, str):
+            raise InvalidRequestError(f"context must be a list of published names and Segments, got {context!r}")
+        self.home = home
+        self.turn = 0
+        """Turns that ended well."""
+        self._services = services = home._services
+        outer = home.scope
+        unique = services.unique_id(outer.tenant, outer.group or "", name)
+        self.scope = Scope(outer.tenant, outer.group, unique)
+        self._forks = itertools.count(1)
+        self._conversation = Conversation(services.encoder, self.scope)
+        self._conversation.tools = tools
+        if parent is None:
+            self._conversation.extend([self._conversation.item(self._resolve(part)) for part in context])
+            self._conversation.spans(generate=False)  # a context that cannot be rendered fails here, not later
+        services.hold_scope(self.scope)
+        self._lineages = [self.scope]
+        self._handle: SequenceHandle | None = None if parent else services.memory.register(self.scope)
+
+    # ---- what it says ------------------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        message: ChatInput,
+        params: SamplingParams | dict[str, Any] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> RequestOutput:
+        """Say `message` (role `user` if a string) and wait for the answer.
+
+        `message` may also be a list of {"role", "content"} and Segments. Raises what ended the turn, if it failed;
+        the conversation is then as before it.
+        """
+        return self._submit(message, params, tools).result()
+
+    def stream(
+        self,
+        message: ChatInput,
+        params: SamplingParams | dict[str, Any] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """`chat` as an iterator of deltas; leaving it early aborts the turn."""
+        return iter(self._submit(message, params, tools, stream=True))
+
+    async def achat(
+        self,
+        message: ChatInput,
+        params: SamplingParams | dict[str, Any] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> RequestOutput:
+        """`chat` for asyncio; cancelling it aborts the turn."""
+        return await self._submit(message, params, tools).aresult()
+
+    def astream(
+        self,
+        message: ChatInput,
+        params: SamplingParams | dict[str, Any] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for asyncio."""
+        return aiter(self._submit(message, params, tools, stream=True))
+
+    def append(self, *parts: str | Segment, role: str | None = None) -> None:
+        """Add published names and Segments to the conversation without generating; `role` overrides theirs."""
+        self._require_open()
+        items = []
+        for part in parts:
+            resolved = self._resolve(part)
+            item = self._conversation.item(resolved)
+            if role is not None and isinstance(item, TextItem):
+                item = TextItem(role, item.text, item.scope, item.published)
+            items.append(item)
+
+        def extend() -> None:
+            self._require_open()
+            owned = [self._conversation.own(item) for item in items]
+            self._conversation.spans(owned, generate=False)  # fails before anything changes
+            self._conversation.extend(owned)
+
+        self._services.core.call(extend, queue=self)
+
+    # ---- what it is --------------------------------------------------------------------------------------------
+
+    @property
+    def full_name(self) -> str:
+        """tenant/group/agent, or tenant/agent."""
+        outer = (self.home.outer.name, self.home.name) if self.home.outer else (self.home.name,)
+        return "/".join((*outer, self.name))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The history as token ids, as the next turn will find it."""
+        return self._services.core.call(lambda: self._conversation.token_ids)
+
+    def fork(self, name: str) -> "Agent":
+        """A new agent of the same home that has this one's whole conversation, at no copy of any page.
+
+        What the two say from then on is private to each. Waits for the turns before it.
+        """
+        self._require_open()
+        services = self._services
+        with services.lock:
+            self.home._require_open()
+            self.home._require_free(name)
+            self.home.agents[name] = twin = Agent(self.home, name, (), None, parent=self)
+        try:
+            services.core.call(lambda: self._fork_into(twin), queue=self)
+        except BaseException:
+            with services.lock:
+                twin.closed = True
+                self.home.agents.pop(name, None)
+            services.drop_scope(twin.scope)
+            raise
+        return twin
+
+    def _fork_into(self, twin: "Agent") -> None:
+        self._require_open()
+        twin._require_open()
+        assert self._handle is not None, "an open agent has a sequence"
+        services = self._services
+        twin._handle = services.memory.fork(self._handle, twin.scope)
+        twin._conversation.items, twin._conversation.tools = self._conversation.items, self._conversation.tools
+        twin.turn = self.turn
+        for lineage in self._lineages:
+            services.hold_scope(lineage)
+        twin._lineages += self._lineages
+        # What this agent says from now on is no business of the twin's.
+        line = Scope(self.scope.tenant, self.scope.group, f"{self.scope.agent}/{next(self._forks)}")
+        services.hold_scope(line)
+        self._lineages.append(line)
+        self._conversation.scope = line
+
+    def close(self) -> None:
+        """End the agent: turns in progress fail, its private pages go, pages that others hold stay."""
+        with self._services.lock:
+            if self.closed:
+                return
+            self.closed = True
+            self.home.agents.pop(self.name, None)
+        if not self._services.core.closed:
+            self._services.core.call(self._release)
+        self.home._member_left()
+
+    def _release(self) -> None:
+        self._services.core.end_queue(self, ClosedError(f"agent {self.name!r} was closed during the turn"))
+        if self._handle is not None:
+            self._services.memory.release(self._handle)
+        for lineage in self._lineages:
+            self._services.drop_scope(lineage)
+
+    # ---- turns (Owner protocol; engine thread) -----------------------------------------------------------------
+
+    def _submit(
+        self, message: ChatInput, params: Any, tools: Sequence[dict[str, Any]] | None, *, stream: bool = False
+    ) -> Pending:
+        self._require_open()
+        chosen = sampling_params(params)
+        if chosen.n != 1:
+            raise InvalidRequestError(f"an agent's turn has one answer, got n={chosen.n}: use agent.fork for branches")
+        items = self._items(message)
+        pending = Pending(self._services.request_id(), self._services.core.abort, stream=stream)
+        self._services.core.submit(
+            Request(
+                pending.request_id,
+                _Turn(self, items, tools),
+                chosen,
+                pending,
+                prompt=message if isinstance(message, str) else None,
+                queue=self,
+            )
+        )
+        return pending
+
+    def _items(self, message: ChatInput) -> list[Item]:
+        parts: Sequence[Any] = [message] if isinstance(message, str | Segment) else message
+        items: list[Item] = []
+        for part in parts:
+            if isinstance(part, Segment):
+                items.append(self._conversation.item(part))
+                continue
+            if isinstance(part, str):
+                part = {"role": "user", "content": part}
+            if not isinstance(part, dict) or not {"role", "content"} <= set(part):
+                raise InvalidRequestError(f'a message is a text or {{"role": ..., "content": ...}}, got {part!r}')
+            if not isinstance(part["content"], str) or not part["content"]:
+                raise InvalidRequestError(f"the content of a message must be a non-empty text, got {part['content']!r}")
+            items.append(TextItem(part["role"], part["content"], self._conversation.scope))
+        if not items:
+            raise InvalidRequestError("the prompt is empty: say at least one message")
+        return items
+
+    def _resolve(self, part: ContextItem) -> Segment | Published:
+        if isinstance(part, Segment):
+            return part
+        if not isinstance(part, str):
+            raise InvalidRequestError(f"a context holds published names and Segments, got {part!r}")
+        visible = self.home.visible()
+        if part in visible:
+            return visible[part]
+        raise VisibilityError(
+            f"{part!r} is not published where agent {self.full_name!r} can read it; it can read {sorted(visible)}. "
+            f"Private text is given as Segment(text)."
+        )
+
+
+class _Turn:
+    """One turn of one agent, seen by the engine as the owner of a request."""
+
+    def __init__(self, agent: Agent, items: list[Item], tools: Sequence[dict[str, Any]] | None) -> None:
+        self.agent, self.items, self.tools = agent, items, tools
+        self.before = 0
+
+    def start_turn(self) -> TurnStart:
+        agent = self.agent
+        agent._require_open()
+        assert agent._handle is not None, "an open agent has a sequence"
+        conversation = agent._conversation
+        # Given before a fork and said after it, the text belongs to the line that says it.
+        self.items = [conversation.own(item) for item in self.items]
+        context = conversation.spans(self.items, tools=self.tools, generate=True)
+        self.before = sum(len(span.tokens) for span in conversation.spans(generate=False))
+        key = ("agent", agent._services.config.seed, agent.full_name, agent.turn)
+        return TurnStart(agent._handle, context, conversation.scope, key)
+
+    def end_turn(self, request: Request) -> None:
+        agent, conversation = self.agent, self.agent._conversation
+        if request.handle is not None:
+            agent._services.memory.end_turn(request.handle, keep=request.error is None, history_len=self.before)
+        if request.error is None:
+            reply = ReplyItem(tuple(request.branches[0].token_ids), conversation.scope)
+            conversation.extend([*self.items, reply])
+            if self.tools is not None:
+                conversation.tools = self.tools
+            agent.turn += 1

@@ -1,0 +1,164 @@
+"""The history of one agent: messages and generated token ids, and the token spans they make.
+
+Every piece is tokenised on its own, so equal text gives equal tokens wherever it stands. Answers are kept
+as token ids and never tokenised again. Knows nothing of pages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inms_jax.engine.segment import Published, Segment
+from inms_jax.errors import InvalidRequestError, TemplateError
+from inms_jax.memory.plan import Span
+from inms_jax.memory.tier import Scope
+from inms_jax.text.chat import ChatTemplate, Message
+from inms_jax.text.tokenizer import Tokenizer
+
+_REPLY_MARK = "\ue000reply\ue001"  # private-use characters: no template trims or escapes them
+
+
+@dataclass(frozen=True, slots=True)
+class TextItem:
+    """One message of the template."""
+
+    role: str
+    text: str
+    scope: Scope
+    published: str | None = None
+    """The name under which it was published, if it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenItem:
+    """Token ids outside the template."""
+
+    token_ids: tuple[int, ...]
+    scope: Scope
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyItem:
+    """An answer: what the model generated, closed by the template's end marker."""
+
+    token_ids: tuple[int, ...]
+    scope: Scope
+
+
+Item = TextItem | TokenItem | ReplyItem
+
+
+class SpanEncoder:
+    """Text to token spans for one model, remembering what it has encoded (published text comes often)."""
+
+    CACHE_LIMIT = 8192
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._spans: dict[tuple[str, Scope, str | None], Span] = {}
+
+    def span(self, text: str, scope: Scope, published: str | None = None) -> Span:
+        key = (text, scope, published)
+        found = self._spans.get(key)
+        if found is None:
+            found = Span(tuple(self.tokenizer.encode(text)), scope, published is not None, published)
+            if len(self._spans) >= self.CACHE_LIMIT:
+                self._spans.clear()
+            self._spans[key] = found
+        return found
+
+    def spans(
+        self,
+        items: Sequence[Item],
+        reader: Scope,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        generate: bool = False,
+    ) -> list[Span]:
+        """The spans of a whole conversation, one per item, then the generation prompt if `generate`."""
+        messages = [
+            Message(item.role, item.text) if isinstance(item, TextItem) else Message("assistant", _REPLY_MARK)
+            for item in items
+            if not isinstance(item, TokenItem)
+        ]
+        pieces: list[str] = []
+        prompt = ""
+        if messages or generate:
+            if self.template is None:
+                raise InvalidRequestError(
+                    "this model has no chat template: use llm.generate, or give token ids as Segments"
+                )
+            split = self.template.split(messages, tools=tools, add_generation_prompt=generate)
+            pieces, prompt = list(split.pieces), split.generation_prompt
+        found: list[Span] = []
+        texts = iter(pieces)
+        for item in items:
+            if isinstance(item, TokenItem):
+                found.append(Span(item.token_ids, item.scope))
+            elif isinstance(item, ReplyItem):
+                found.append(self._reply(next(texts), item))
+            else:
+                found.append(self.span(next(texts), item.scope, item.published))
+        if prompt:
+            found.append(self.span(prompt, reader))
+        return self._with_bos([span for span in found if span.tokens])
+
+    def _reply(self, piece: str, item: ReplyItem) -> Span:
+        if piece.count(_REPLY_MARK) != 1:
+            raise TemplateError("the chat template does not render an assistant's content exactly once")
+        before, after = piece.split(_REPLY_MARK)
+        opening, closing = self.tokenizer.encode(before), self.tokenizer.encode(after)
+        if closing and item.token_ids and item.token_ids[-1] == closing[0]:
+            closing = closing[1:]  # the model generated the end marker itself
+        return Span((*opening, *item.token_ids, *closing), item.scope)
+
+    def _with_bos(self, spans: list[Span]) -> list[Span]:
+        bos = self.tokenizer.bos_id
+        if not self.tokenizer.add_bos or bos is None or not spans or spans[0].tokens[0] == bos:
+            return spans
+        return [replace(spans[0], tokens=(bos, *spans[0].tokens)), *spans[1:]]
+
+
+class Conversation:
+    """Items of one agent in order. Changed only by the engine thread, between turns."""
+
+    def __init__(self, encoder: SpanEncoder, scope: Scope, items: Sequence[Item] = ()) -> None:
+        self.encoder = encoder
+        self.scope = scope
+        """Private scope of what is written from now on; a fork gives each side a new one."""
+        self.items: tuple[Item, ...] = tuple(items)
+        self.tools: Sequence[dict[str, Any]] | None = None
+
+    def item(self, part: Segment | Published) -> Item:
+        """`part` as it enters this conversation."""
+        if isinstance(part, Published):
+            return TextItem(part.role, part.text, part.scope, part.name)
+        if isinstance(part.content, str):
+            return TextItem(part.role, part.content, self.scope)
+        return TokenItem(tuple(part.content), self.scope)
+
+    def own(self, item: Item) -> Item:
+        """`item` with what is private in it belonging to this conversation's present line."""
+        if isinstance(item, TextItem) and item.published is not None:
+            return item
+        return replace(item, scope=self.scope)
+
+    def spans(
+        self,
+        extra: Sequence[Item] = (),
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        generate: bool,
+    ) -> list[Span]:
+        """The whole context: history, then `extra`, then the generation prompt if `generate`."""
+        tools = self.tools if tools is None else tools
+        return self.encoder.spans((*self.items, *extra), self.scope, tools=tools, generate=generate)
+
+    def extend(self, extra: Sequence[Item]) -> None:
+        self.items = (*self.items, *extra)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The whole history as token ids, closing markers included."""
+        return tuple(token for span in self.spans(generate=False) for token in span.tokens)

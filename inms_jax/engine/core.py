@@ -1,0 +1,344 @@
+"""The step loop: one thread that owns the scheduler, the runner and the memory, and serves every caller.
+
+Other threads hand it requests, tasks and calls; it batches whatever is there. A failed step fails the requests in
+it and nothing else.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import TypeVar
+
+import numpy as np
+
+from inms_jax.config import EngineConfig
+from inms_jax.engine.request import Branch, Request, SampledToken, sampling_key
+from inms_jax.engine.runner import COPY_BUCKET, RowSampling, Runner, StepResult
+from inms_jax.engine.scheduler import PrefillWork, Scheduler, Task
+from inms_jax.errors import AbortedError, ClosedError, InmsError
+from inms_jax.memory.manager import MemoryManager
+from inms_jax.memory.plan import plan_decode, plan_prefill
+from inms_jax.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+MAX_PUBLISHED = 64
+"""Published segments of one context."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one device step did. `held_pages` is what sequences hold after it."""
+
+    kind: str
+    """ "prefill" or "decode"."""
+    tokens: int
+    """Tokens computed, padding not counted."""
+    held_pages: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Work done since the start; written by the engine thread."""
+
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    requests: int = 0
+    failed_requests: int = 0
+
+
+class EngineCore:
+    """See the module. `observers` are called by the engine thread after each device step."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        memory: MemoryManager,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        decode_buckets: Sequence[int],
+        prefill_buckets: Sequence[int],
+    ) -> None:
+        self.runner = runner
+        self.memory = memory
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            memory,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            vocab_size=runner.model.vocab_size,
+            max_published=MAX_PUBLISHED,
+        )
+        self.counters = Counters()
+        self.observers: list[Callable[[StepReport], None]] = []
+        # A published segment may leave a page partly filled, and so may every change of tier.
+        self._max_entries = -(-max_model_len // config.block_size) + MAX_PUBLISHED + 2
+        self._decode_buckets = tuple(decode_buckets)
+        self._prefill_buckets = tuple(prefill_buckets)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="inms-jax-engine", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread ---------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its listener hears of every token and of the end."""
+        self._post(lambda: self.scheduler.add(request))
+
+    def call(self, run: Callable[[], T], *, queue: object = None) -> T:
+        """Run `run` on the engine thread between two steps and return its result.
+
+        With a `queue`, after all earlier requests and calls of that queue (an agent's turns) have ended.
+        """
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(run())
+            except BaseException as error:
+                future.set_exception(error)
+
+        if threading.current_thread() is self._thread:
+            task()
+        elif queue is None:
+            self._post(task)
+        else:
+            ended = Task(queue, task, lambda: future.set_exception(ClosedError("the engine was closed")))
+            self._post(lambda: self.scheduler.add(ended))
+        return future.result()
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; unknown or finished ones are ignored."""
+        self._post(lambda: self._abort(lambda request: request.request_id == request_id))
+
+    def end_queue(self, queue: object, error: InmsError) -> None:
+        """Fail every request of `queue`. Engine thread only."""
+        self._abort(lambda request: request.queue is queue, error)
+
+    def close(self) -> None:
+        """Stop the thread. Requests that have not ended fail with ClosedError."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @property
+    def closed(self) -> bool:
+        return self._stopping
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._stopping:
+                raise ClosedError("the engine was closed: create a new LLM")
+            self._inbox.append(command)
+            self._wake.notify()
+
+    # ---- engine thread -----------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._stopping) and self.scheduler.idle:
+                    self._wake.wait()
+                commands, self._inbox = self._inbox, deque()
+                stopping = self._stopping
+            for command in commands:
+                command()
+            if stopping:
+                self._abort(lambda _: True, ClosedError("the engine was closed"))
+                self.scheduler.cancel_tasks()
+                return
+            self._step()
+
+    def _step(self) -> None:
+        for request, error in self.scheduler.admit():
+            self._end(request, error)
+        work = self.scheduler.next_prefill(self._prefill_buckets[-1])
+        if work is not None:
+            self._guard([work.request], lambda: self._prefill(work))
+        rows = self.scheduler.decode_rows()
+        for start in range(0, len(rows), self._decode_buckets[-1]):
+            batch = rows[start : start + self._decode_buckets[-1]]
+            self._guard([request for request, _ in batch], lambda batch=batch: self._decode(batch))  # type: ignore[misc]
+
+    def _guard(self, requests: list[Request], run: Callable[[], None]) -> None:
+        """Run a step; if it fails, fail its requests and, if the device took the pages with it, forget all KV."""
+        try:
+            run()
+        except Exception as error:
+            if self.runner.kv_lost:
+                requests = self.scheduler.running
+            for request in dict.fromkeys(requests):
+                if not request.done:
+                    self._end(request, error)
+            if self.runner.kv_lost:  # every context can be computed again from its tokens
+                self.memory.clear()
+                self.runner.reset_pages()
+
+    def _prefill(self, work: PrefillWork) -> None:
+        request, chunk = work.request, work.chunk
+        assert request.handle is not None
+        count = len(chunk.tokens)
+        plan = plan_prefill(
+            chunk,
+            self.memory.row(request.handle),
+            num_tokens=_bucket(count, self._prefill_buckets),
+            num_entries=self._max_entries,
+            num_copies=_copies(len(chunk.copies)),
+        )
+        result = self.runner.prefill(plan, count - 1)
+        self.memory.commit_prefill(request.handle, chunk)
+        self.counters.prefill_steps += 1
+        self.counters.prefill_tokens += count
+        self._report("prefill", count)
+        if chunk.is_last:
+            self._first_tokens(request, result)
+
+    def _first_tokens(self, request: Request, result: StepResult) -> None:
+        """The prompt is in pages: fork it for each sample and draw the first tokens from its last logits."""
+        assert request.handle is not None
+        turn = self.memory.turn_info(request.handle)
+        request.num_cached_tokens, request.miss_reasons = turn.cached_tokens, dict(turn.miss_reasons)
+        for index in range(request.params.n):
+            handle = request.handle if index == 0 else self.memory.fork_branch(request.handle)
+            key = sampling_key(*request.key_parts, index)
+            request.branches.append(
+                Branch(index, handle, request.params, self.tokenizer, key, request.limit, request.prompt_token_ids)
+            )
+        self.scheduler.prefilled(request)
+        request.first_token = monotonic()
+        for start in range(0, len(request.branches), 2):  # the step returned the same logits twice
+            pair = request.branches[start : start + 2]
+            for branch, sampled in zip(pair, self.runner.choose(result, [_row_sampling(b) for b in pair]), strict=True):
+                self._add(request, branch, sampled)
+        self._after_tokens(request)
+
+    def _decode(self, batch: list[tuple[Request, Branch]]) -> None:
+        slots = [self.memory.decode(branch.handle, branch.token_ids[-1]) for _, branch in batch]
+        plan = plan_decode(
+            slots,
+            [self.memory.row(branch.handle) for _, branch in batch],
+            num_rows=_bucket(len(batch), self._decode_buckets),
+            num_entries=self._max_entries,
+            num_copies=_copies(sum(len(slot.copies) for slot in slots)),
+        )
+        result = self.runner.decode(plan)
+        for _, branch in batch:
+            self.memory.commit_decode(branch.handle)
+        self.counters.decode_steps += 1
+        self.counters.decode_tokens += len(batch)
+        self._report("decode", len(batch))
+        chosen = self.runner.choose(result, [_row_sampling(branch) for _, branch in batch])
+        for (request, branch), sampled in zip(batch, chosen, strict=True):
+            self._add(request, branch, sampled)
+        for request in dict.fromkeys(request for request, _ in batch):
+            self._after_tokens(request)
+
+    def _add(self, request: Request, branch: Branch, sampled: SampledToken) -> None:
+        branch.add(sampled)
+        if branch.finished and branch.index > 0:
+            self.memory.release(branch.handle)
+
+    def _after_tokens(self, request: Request) -> None:
+        if not request.unfinished:
+            self._end(request, None)
+        else:
+            request.listener(request)
+
+    def _abort(self, which: Callable[[Request], bool], error: InmsError | None = None) -> None:
+        for request in self.scheduler.requests():
+            if which(request):
+                self._end(request, error or AbortedError(f"request {request.request_id!r} was aborted"))
+
+    def _end(self, request: Request, error: BaseException | None) -> None:
+        """The request is over: give back what it held, tell its owner, then its listener."""
+        self.scheduler.remove(request)
+        for branch in request.unfinished[:]:
+            if branch.index > 0:
+                self.memory.release(branch.handle)
+        request.error = error
+        self.counters.requests += 1
+        self.counters.failed_requests += error is not None
+        self.counters.prompt_tokens += len(request.prompt_token_ids) if request.branches else 0
+        self.counters.cached_tokens += request.num_cached_tokens
+        try:
+            request.owner.end_turn(request)
+        except Exception as failure:
+            request.error = request.error or failure
+        request.done = True
+        request.listener(request)
+
+    def warmup(self) -> None:
+        """Run every program once, on nothing: no page is read or written. Engine thread, or before it has work."""
+        for size in self._prefill_buckets:
+            empty = plan_decode([], [], num_rows=1, num_entries=self._max_entries, num_copies=COPY_BUCKET)
+            columns = {name: np.zeros(size, np.int32) for name in ("tokens", "positions", "write_page", "write_slot")}
+            result = self.runner.prefill(replace(empty, **columns), 0)
+            self.runner.choose(result, [_ANY_SAMPLING])
+        for size in self._decode_buckets:
+            empty = plan_decode([], [], num_rows=size, num_entries=self._max_entries, num_copies=0)
+            self.runner.choose(self.runner.decode(empty), [_ANY_SAMPLING])
+
+    def counters_now(self) -> Counters:
+        """A copy that does not change."""
+        return replace(self.counters)
+
+    def _report(self, kind: str, tokens: int) -> None:
+        if self.observers:
+            report = StepReport(kind, tokens, self.memory.stats().held)
+            for observer in self.observers:
+                observer(report)
+
+
+def _row_sampling(branch: Branch) -> RowSampling | None:
+    """None when the plain argmax is the answer."""
+    params, banned = branch.params, branch.banned
+    if params.greedy or (
+        params.temperature == 0 and params.repetition_penalty == 1 and not (params.logprobs or banned)
+    ):
+        return None
+    return RowSampling(
+        key=branch.key,
+        token_index=len(branch.token_ids),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        seen=frozenset(branch.seen) if params.repetition_penalty != 1 else frozenset(),
+        banned=banned,
+    )
+
+
+_ANY_SAMPLING = RowSampling(
+    key=(0, 0),
+    token_index=0,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    seen=frozenset(),
+    banned=(),
+)
+
+
+def _bucket(count: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `count`."""
+    return next(size for size in buckets if count <= size)
+
+
+def _copies(count: int) -> int:
+    """Length of the padded copy list: whole runs of the copy program."""
+    return -(-count // COPY_BUCKET) * COPY_BUCKET

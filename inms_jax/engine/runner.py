@@ -1,0 +1,189 @@
+"""The jit boundary: the one file that holds the KV pages and gives them to programs, which take them over.
+
+A program is compiled once per row count, whatever the lengths of the contexts. Knows nothing of requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from inms_jax.cache.page_ops import copy_pages
+from inms_jax.cache.page_table import KVPages, PageTable
+from inms_jax.config import MAX_STOP_IDS, EngineConfig
+from inms_jax.engine import sampling
+from inms_jax.engine.request import SampledToken
+from inms_jax.engine.sampling import Greedy, SamplingState
+from inms_jax.kernels.state import register_state
+from inms_jax.memory.plan import StepPlan
+from inms_jax.models.config import ModelConfig
+from inms_jax.models.llama import forward, unstack_layers
+
+COPY_BUCKET = 8
+"""Pages of one copy program; a plan has whole multiples of it."""
+
+
+@register_state
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Logits of the sampled rows, and their greedy choice."""
+
+    logits: Float[Array, "Z V"]
+    greedy: Greedy
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How to choose the token of one row; `seen` ids are penalised, `banned` ids cannot be chosen."""
+
+    key: tuple[int, int]
+    token_index: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seen: frozenset[int]
+    banned: tuple[int, ...]
+
+
+@partial(jax.jit, static_argnames=("config", "rows_per_group"), donate_argnames=("kv",))
+def step(
+    params: Any,
+    kv: KVPages,
+    table: PageTable,
+    tokens: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+    write_page: Int32[Array, " T"],
+    write_slot: Int32[Array, " T"],
+    logit_rows: Int32[Array, " Z"],
+    *,
+    config: ModelConfig,
+    rows_per_group: int,
+) -> tuple[KVPages, StepResult]:
+    """One forward pass: writes the KV of T tokens, returns logits of Z of them. `kv` is donated."""
+    levels = (table.level(rows_per_group),)
+    logits, kv = forward(params, config, tokens, positions, kv, levels, write_page, write_slot, logit_rows)
+    return kv, StepResult(logits=logits, greedy=sampling.greedy(logits))
+
+
+def compiled_programs() -> int:
+    """Programs compiled so far in this process for steps, sampling and copies."""
+    return sum(int(f._cache_size()) for f in (step, sampling.sample, copy_pages))
+
+
+class Runner:
+    """Runs step plans on the device. Not thread-safe: the engine thread is its one caller."""
+
+    def __init__(self, model: ModelConfig, params: Any, config: EngineConfig, *, num_pages: int) -> None:
+        self.model = model
+        self.config = config
+        self.num_pages = num_pages
+        platform = jax.default_backend()
+        self._stacked = jax.device_put(params)
+        # Unrolled layers decode twice as fast on CPU, where device_put of host memory is an alias and costs nothing;
+        # elsewhere it would be a second copy of the weights.
+        self._by_layer = jax.device_put(unstack_layers(params)) if platform == "cpu" else self._stacked
+        self._no_seen: dict[int, Array] = {}
+        self.kv = self._empty_pages()
+
+    def _empty_pages(self) -> KVPages:
+        dtype = kv_dtype(self.config, self._stacked)
+        return KVPages.create(self.model, self.num_pages, self.config.block_size, dtype, jax.default_backend())
+
+    @property
+    def kv_lost(self) -> bool:
+        """True after a failed step that had already taken the pages over."""
+        return bool(self.kv.k.is_deleted() or self.kv.v.is_deleted())
+
+    def reset_pages(self) -> None:
+        """Begin with empty pages."""
+        self.kv = self._empty_pages()
+
+    def prefill(self, plan: StepPlan, last_row: int) -> StepResult:
+        """One chunk of one sequence; logits of `last_row`, twice (one row alone would round differently)."""
+        return self._step(self._stacked, plan, np.full(2, last_row, np.int32), rows_per_group=len(plan.tokens))
+
+    def decode(self, plan: StepPlan) -> StepResult:
+        """One token of each of S sequences; logits of every row."""
+        rows = np.arange(len(plan.tokens), dtype=np.int32)
+        return self._step(self._by_layer, plan, rows, rows_per_group=1)
+
+    def _step(self, params: Any, plan: StepPlan, logit_rows: Any, *, rows_per_group: int) -> StepResult:
+        for start in range(0, len(plan.copy_src), COPY_BUCKET):
+            part = slice(start, start + COPY_BUCKET)
+            self.kv = copy_pages(self.kv, jnp.asarray(plan.copy_src[part]), jnp.asarray(plan.copy_dst[part]))
+        self.kv, result = step(
+            params,
+            self.kv,
+            PageTable(
+                page=jnp.asarray(plan.page),
+                begin=jnp.asarray(plan.begin),
+                end=jnp.asarray(plan.end),
+                position=jnp.asarray(plan.position),
+                shift=jnp.asarray(plan.shift),
+                num_entries=jnp.asarray(plan.num_entries),
+            ),
+            jnp.asarray(plan.tokens),
+            jnp.asarray(plan.positions),
+            jnp.asarray(plan.write_page),
+            jnp.asarray(plan.write_slot),
+            jnp.asarray(logit_rows),
+            config=self.model,
+            rows_per_group=rows_per_group,
+        )
+        return result
+
+    def choose(self, result: StepResult, rows: Sequence[RowSampling | None]) -> list[SampledToken]:
+        """The token of each row; None means the greedy one, which every such row gets from the step itself."""
+        tokens, logprobs = np.asarray(result.greedy.token), np.asarray(result.greedy.logprob)
+        chosen = [SampledToken(int(tokens[i]), float(logprobs[i])) for i in range(len(rows))]
+        if all(row is None for row in rows):
+            return chosen
+        sampled = jax.device_get(sampling.sample(result.logits, result.greedy.lse, self._state(result, rows)))
+        for i, row in enumerate(rows):
+            if row is not None:
+                top = zip(sampled.top_ids[i].tolist(), sampled.top_logprobs[i].tolist(), strict=True)
+                chosen[i] = SampledToken(int(sampled.token[i]), float(sampled.logprob[i]), tuple(top))
+        return chosen
+
+    def _state(self, result: StepResult, rows: Sequence[RowSampling | None]) -> SamplingState:
+        size, vocab = result.logits.shape
+
+        def column(name: str, default: float, dtype: Any) -> Array:
+            values = [default if row is None else getattr(row, name) for row in rows]
+            return jnp.asarray(np.array([*values, *[default] * (size - len(rows))], dtype))
+
+        key = np.zeros((size, 2), np.uint32)
+        banned = np.full((size, 2 * MAX_STOP_IDS), vocab, np.int32)
+        seen = np.zeros((size, vocab), bool) if any(row and row.seen for row in rows) else None
+        for i, row in enumerate(rows):
+            if row is None:
+                continue
+            key[i] = row.key
+            banned[i, : len(row.banned)] = row.banned
+            if row.seen and seen is not None:
+                seen[i, list(row.seen)] = True
+        if seen is None and size not in self._no_seen:
+            self._no_seen[size] = jnp.zeros((size, vocab), bool)
+        return SamplingState(
+            key=jnp.asarray(key),
+            token_index=column("token_index", 0, np.int32),
+            temperature=column("temperature", 0.0, np.float32),
+            top_k=column("top_k", 0, np.int32),
+            top_p=column("top_p", 1.0, np.float32),
+            min_p=column("min_p", 0.0, np.float32),
+            repetition_penalty=column("repetition_penalty", 1.0, np.float32),
+            seen=self._no_seen[size] if seen is None else jnp.asarray(seen),
+            banned=jnp.asarray(banned),
+        )
+
+
+def kv_dtype(config: EngineConfig, params: Any) -> Any:
+    """Dtype of the numbers in the pages."""
+    return params["embed"].dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)

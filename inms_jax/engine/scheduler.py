@@ -1,0 +1,168 @@
+"""Who runs next: admission in arrival order, one prefill chunk a step, and everyone who decodes.
+
+Order of service never depends on what is cached. Knows nothing of devices, tokens' meaning or sampling.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inms_jax.engine.request import Branch, Request, flatten
+from inms_jax.errors import CapacityError, InvalidRequestError
+from inms_jax.memory.manager import MemoryManager, PrefillChunk
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """One chunk of one request's prompt."""
+
+    request: Request
+    chunk: PrefillChunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """Something to run in its turn of a queue: after the requests before it, before those behind it."""
+
+    queue: object
+    run: Callable[[], None]
+    cancel: Callable[[], None]
+
+
+class Scheduler:
+    """Waiting and running requests. Changed only by the engine thread."""
+
+    def __init__(
+        self, memory: MemoryManager, *, max_num_seqs: int, max_model_len: int, max_published: int, vocab_size: int
+    ) -> None:
+        self.memory = memory
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.max_published = max_published
+        self.vocab_size = vocab_size
+        self.waiting: deque[Request | Task] = deque()
+        self.prefilling: list[Request] = []
+        self.decoding: list[Request] = []
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.prefilling or self.decoding)
+
+    @property
+    def running(self) -> list[Request]:
+        return [*self.prefilling, *self.decoding]
+
+    def requests(self) -> list[Request]:
+        """Waiting and running requests."""
+        return [*(r for r in self.waiting if isinstance(r, Request)), *self.running]
+
+    def add(self, work: Request | Task) -> None:
+        self.waiting.append(work)
+
+    def cancel_tasks(self) -> None:
+        """Tell every waiting task that it will not run."""
+        for work in self.waiting:
+            if isinstance(work, Task):
+                work.cancel()
+        self.waiting.clear()
+
+    def admit(self) -> list[tuple[Request, Exception]]:
+        """Start waiting requests, first come first served, while pages and rows allow.
+
+        Returns those that failed, with the reason. A request that cannot be served *yet* blocks those behind it
+        (else large requests would starve), except that requests of one queue also wait for each other.
+        """
+        failed: list[tuple[Request, Exception]] = []
+        busy = {id(request.queue) for request in self.running if request.queue is not None}
+        blocked = False
+        for work in list(self.waiting):
+            if id(work.queue) in busy:
+                continue
+            if isinstance(work, Task):
+                self.waiting.remove(work)
+                work.run()
+                continue
+            if not blocked:
+                try:
+                    blocked = not self._start(work)
+                except Exception as error:
+                    failed.append((work, error))
+                    self.waiting.remove(work)
+                    continue
+                if not blocked:
+                    self.waiting.remove(work)
+            if work.queue is not None:
+                busy.add(id(work.queue))
+        return failed
+
+    def _start(self, request: Request) -> bool:
+        """Reserve all pages the request can need. False: not now."""
+        rows = sum(running.params.n for running in self.running)
+        if rows and rows + request.params.n > self.max_num_seqs:
+            return False
+        start = request.owner.start_turn()
+        prompt = flatten(start.context)
+        self.check_prompt(prompt)
+        room = self.max_model_len - len(prompt)
+        limit = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+        published = sum(span.published for span in start.context)
+        if published > self.max_published:
+            raise InvalidRequestError(
+                f"the context has {published} published segments, at most {self.max_published} are supported: join some"
+            )
+        admission = self.memory.begin_turn(
+            start.handle, start.context, max_new_tokens=limit, new_scope=start.scope, branches=request.params.n
+        )
+        if not admission.admitted:
+            if not self.running:
+                raise CapacityError(
+                    f"Cannot reserve {admission.needed} pages for request {request.request_id!r}: "
+                    f"{admission.available} of {self.memory.num_pages - 1} can be freed ({admission.reason}). "
+                    f"Close or resume agents, lower max_tokens, or raise `kv_cache_memory`."
+                )
+            return False
+        request.handle, request.prompt_token_ids, request.limit = start.handle, prompt, limit
+        seed = request.params.seed
+        request.key_parts = ("seed", seed) if seed is not None else start.key_parts
+        self.prefilling.append(request)
+        return True
+
+    def check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """InvalidRequestError for a prompt that can never be served. Any thread."""
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty: it must hold at least one token")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequestError(f"token id {token} is out of range: the vocabulary has {self.vocab_size} ids")
+        if len(prompt) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt)} tokens and max_model_len is {self.max_model_len}: it must leave room "
+                f"for at least one new token. Shorten it or raise max_model_len."
+            )
+
+    def next_prefill(self, budget: int) -> PrefillWork | None:
+        """A chunk of the first prompt that can go on; prompts whose next block another one is computing wait."""
+        for request in self.prefilling:
+            assert request.handle is not None
+            if self.memory.match(request.handle).status == "wait":
+                continue
+            return PrefillWork(request, self.memory.prefill(request.handle, budget))
+        return None
+
+    def prefilled(self, request: Request) -> None:
+        """The whole prompt of `request` is in pages: it decodes from now on."""
+        self.prefilling.remove(request)
+        self.decoding.append(request)
+
+    def decode_rows(self) -> list[tuple[Request, Branch]]:
+        """Every unfinished branch of every decoding request, in admission order."""
+        return [(request, branch) for request in self.decoding for branch in request.unfinished]
+
+    def remove(self, request: Request) -> None:
+        """Forget `request`, wherever it is."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.prefilling:
+            self.prefilling.remove(request)
+        elif request in self.decoding:
+            self.decoding.remove(request)

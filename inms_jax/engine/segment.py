@@ -1,0 +1,48 @@
+"""A piece of an agent's context with one owner and one tier, as a user writes it.
+
+Knows nothing of pages: `conversation.py` turns segments into token spans.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inms_jax.errors import InvalidRequestError
+from inms_jax.memory.tier import Scope, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Private text (or raw token ids) of a context.
+
+    content: a text, which becomes one message of `role` in the model's chat template; or token ids, which
+        enter the context as they are.
+    tier: PRIVATE. Shared text is published under a name, and a context then lists the name.
+    """
+
+    content: str | Sequence[int]
+    tier: Tier = Tier.PRIVATE
+    role: str = "system"
+
+    def __post_init__(self) -> None:
+        if self.tier is not Tier.PRIVATE:
+            raise InvalidRequestError(
+                f"a Segment holds PRIVATE text, not {Tier(self.tier).name}: publish shared text with "
+                f"tenant.publish(name, text) or group.publish(name, text) and list the name in the context"
+            )
+        if not self.content:
+            raise InvalidRequestError("a Segment needs text or token ids, got nothing")
+        if not isinstance(self.content, str):
+            ids = tuple(self.content)
+            if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+                raise InvalidRequestError("the token ids of a Segment must be non-negative integers")
+            object.__setattr__(self, "content", ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A text that its author made readable for a whole scope, under a name."""
+
+    name: str
+    text: str
+    role: str
+    scope: Scope

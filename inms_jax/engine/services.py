@@ -1,0 +1,55 @@
+"""What tenants, groups and agents need of one engine: its parts, unique names, and scopes held by count.
+
+Knows nothing of what tenants and agents are.
+"""
+
+import itertools
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from inms_jax.config import EngineConfig
+from inms_jax.engine.conversation import SpanEncoder
+from inms_jax.engine.core import EngineCore
+from inms_jax.memory.manager import MemoryManager
+from inms_jax.memory.tier import Scope
+
+
+@dataclass(eq=False, slots=True)
+class Services:
+    """Shared by every handle of one LLM. `lock` guards the names; the engine thread never takes it."""
+
+    core: EngineCore
+    memory: MemoryManager
+    encoder: SpanEncoder
+    config: EngineConfig
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    _generations: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    _holders: Counter[Scope] = field(default_factory=Counter)
+    _scope_lock: threading.Lock = field(default_factory=threading.Lock)
+    _requests: itertools.count = field(default_factory=itertools.count)
+
+    def unique_id(self, *path: str) -> str:
+        """The last name of `path` with its generation: a name used again after close is a new thing."""
+        with self._scope_lock:
+            self._generations[path] += 1
+            return f"{path[-1]}#{self._generations[path]}"
+
+    def request_id(self) -> str:
+        """An id for logs and abort; results never depend on it."""
+        return f"request-{next(self._requests)}"
+
+    def hold_scope(self, scope: Scope) -> None:
+        """Open `scope` for its first holder; a scope stays open while anyone holds it."""
+        with self._scope_lock:
+            self._holders[scope] += 1
+            if self._holders[scope] == 1:
+                self.memory.open_scope(scope)
+
+    def drop_scope(self, scope: Scope) -> None:
+        """One holder less; after the last the pages of `scope` go."""
+        with self._scope_lock:
+            self._holders[scope] -= 1
+            if self._holders[scope] == 0:
+                del self._holders[scope]
+                self.memory.close_scope(scope)

@@ -1,0 +1,318 @@
+"""LLM: one model on one device with one pool of KV pages. The face of the package."""
+
+import logging
+import os
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from inms_jax.config import EngineConfig, SamplingParams, sampling_params
+from inms_jax.engine.conversation import SpanEncoder, TextItem
+from inms_jax.engine.core import Counters, EngineCore
+from inms_jax.engine.outputs import RequestOutput
+from inms_jax.engine.pending import Pending
+from inms_jax.engine.request import Request, TurnStart
+from inms_jax.engine.rounding import agreeing_buckets
+from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
+from inms_jax.engine.services import Services
+from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
+from inms_jax.memory.fingerprint import CacheIdentity
+from inms_jax.memory.manager import MemoryManager, SequenceHandle
+from inms_jax.memory.plan import Span
+from inms_jax.memory.stats import MemoryStats, PageInfo
+from inms_jax.memory.tier import Scope
+from inms_jax.tenants import Tenant
+from inms_jax.weights import LoadedModel, default_cache_dir, load
+
+log = logging.getLogger("inms_jax")
+
+_PLAIN = Scope("", None, "")
+"""The built-in owner of `generate` and `chat`; the ids of tenants are never empty."""
+Prompt = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The operator's view: pages, work done, and bytes.
+
+    used / cached / free pages are in `memory` (held = used); a page takes `page_bytes` of device memory.
+    """
+
+    memory: MemoryStats
+    work: Counters
+    page_bytes: int
+    compiled_programs: int
+
+    @property
+    def kv_bytes_held(self) -> int:
+        return self.memory.held * self.page_bytes
+
+
+class LLM:
+    """A model ready to generate; see README for a first use.
+
+    model: a known name ("smollm2-135m-instruct"), a path to a `.gguf` file or to a Hugging Face directory, or a
+        LoadedModel. dtype: of the weights, "auto" (float32 on CPU, bfloat16 elsewhere) or a name.
+    options: the fields of `EngineConfig` (block_size, kv_cache_memory, max_num_seqs, ...).
+
+    Raises WeightsError, UnsupportedModelError, ConfigError. Thread-safe; one engine thread batches what all callers
+    ask.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel,
+        *,
+        dtype: str = "auto",
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        known = {field.name for field in fields(EngineConfig)}
+        if unknown := sorted(set(options) - known):
+            raise ConfigError(f"unknown option(s) {unknown}; known are {sorted(known)}")
+        self.config = config = EngineConfig(**options)
+        on_cpu = jax.default_backend() == "cpu"
+        _enable_compilation_cache()
+        if dtype == "auto":
+            dtype = "float32" if on_cpu else "bfloat16"
+        loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype, progress=progress)
+        self.model_config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.deterministic = on_cpu if config.deterministic is None else config.deterministic
+
+        kv_type = kv_dtype(config, loaded.params)
+        self.page_bytes = loaded.config.kv_bytes_per_token(kv_type.itemsize) * config.block_size
+        num_pages = config.kv_cache_bytes // self.page_bytes
+        self.max_model_len = self._model_len(num_pages)
+        memory = MemoryManager(
+            num_pages=num_pages,
+            block_size=config.block_size,
+            identity=CacheIdentity(
+                model_id=loaded.model_id,
+                weights_version=loaded.weights_version,
+                dtype=f"{dtype}/{kv_type}",
+                layout="LP K B H",
+                rope=repr(loaded.config.rope),
+                block_size=config.block_size,
+            ),
+            enable_prefix_caching=config.enable_prefix_caching,
+            provisional_decode=self.deterministic,
+        )
+        decode_buckets, prefill_buckets = config.decode_buckets, config.prefill_buckets
+        if self.deterministic:
+            decode_buckets = agreeing_buckets(loaded.config, decode_buckets)
+            prefill_buckets = agreeing_buckets(loaded.config, prefill_buckets)
+            if (decode_buckets, prefill_buckets) != (config.decode_buckets, config.prefill_buckets):
+                log.warning(
+                    "row counts round differently on this machine: deterministic mode uses one decode batch size (%s) "
+                    "and prefill chunk (%s)",
+                    decode_buckets,
+                    prefill_buckets,
+                )
+        self._core = EngineCore(
+            Runner(loaded.config, loaded.params, config, num_pages=num_pages),
+            memory,
+            loaded.tokenizer,
+            config,
+            max_model_len=self.max_model_len,
+            decode_buckets=decode_buckets,
+            prefill_buckets=prefill_buckets,
+        )
+        self._encoder = SpanEncoder(loaded.tokenizer, loaded.chat_template)
+        self._services = Services(self._core, memory, self._encoder, config)
+        self._services.hold_scope(_PLAIN)
+        self._tenants: dict[str, Tenant] = {}
+        self._finalizer = weakref.finalize(self, self._core.close)
+
+    def _model_len(self, num_pages: int) -> int:
+        asked, longest = self.config.max_model_len, self.model_config.max_position_embeddings
+        capacity = (num_pages - 1) * self.config.block_size
+        if asked is not None and asked > longest:
+            raise ConfigError(f"max_model_len is {asked} and the model was made for at most {longest} positions")
+        if capacity < max(2, asked or 0):
+            raise ConfigError(
+                f"kv_cache_memory of {self.config.kv_cache_bytes} bytes holds {max(0, num_pages - 1)} pages of "
+                f"{self.page_bytes} bytes ({max(0, capacity)} tokens), too few for max_model_len "
+                f"{asked or 2}: raise kv_cache_memory or lower max_model_len"
+            )
+        return asked or min(longest, capacity)
+
+    # ---- plain use ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | dict[str, Any] | None = None
+    ) -> list[RequestOutput]:
+        """Continue each prompt (a string or {"prompt_token_ids": [...]}); a list, in the order of the prompts."""
+        return [pending.result() for pending in self._submit_all(prompts, sampling_params)]
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | dict[str, Any] | None = None
+    ) -> list[RequestOutput]:
+        """`generate` for asyncio."""
+        return [await pending.aresult() for pending in self._submit_all(prompts, sampling_params)]
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        sampling_params: SamplingParams | dict[str, Any] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> RequestOutput:
+        """Answer a list of {"role", "content"} through the model's chat template. Keeps nothing between calls."""
+        return self._submit(self._render(messages, tools), sampling_params, 0).result()
+
+    async def achat(
+        self,
+        messages: Sequence[dict[str, str]],
+        sampling_params: SamplingParams | dict[str, Any] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> RequestOutput:
+        """`chat` for asyncio."""
+        return await self._submit(self._render(messages, tools), sampling_params, 0).aresult()
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | dict[str, Any] | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt as an iterator of deltas; leaving it early aborts the request."""
+        return iter(self._submit(prompt, sampling_params, 0, stream=True))
+
+    def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | dict[str, Any] | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for asyncio."""
+        return aiter(self._submit(prompt, sampling_params, 0, stream=True))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its caller gets AbortedError. Unknown ids are ignored."""
+        self._core.abort(request_id)
+
+    # ---- agents ------------------------------------------------------------------------------------------------
+
+    def tenant(self, name: str) -> Tenant:
+        """A new tenant; a live name again raises."""
+        with self._services.lock:
+            if self._core.closed:
+                raise ClosedError("the engine was closed: create a new LLM")
+            if name in self._tenants:
+                raise ConfigError(f"tenant {name!r} is live: close it first or choose another name")
+            self._tenants[name] = tenant = Tenant(self._services, name, self._tenants)
+            return tenant
+
+    # ---- the operator's ----------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Pages by state, tier and owner; tokens computed and reused; programs compiled in this process."""
+        return Stats(self._services.memory.stats(), self._core.counters_now(), self.page_bytes, compiled_programs())
+
+    def memory_map(self) -> list[PageInfo]:
+        """Every page that is not free: owner, tier, state, reference count, tokens."""
+        return self._services.memory.pages()
+
+    def verify(self) -> None:
+        """Check the conservation law and every other invariant of the page pool; raises with the numbers."""
+        self._services.memory.verify()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all KV that no running request needs. Conversations go on: their next turn computes it again."""
+        self._core.call(self._services.memory.clear)
+
+    def warmup(self) -> None:
+        """Compile every program now instead of on first use."""
+        self._core.call(self._core.warmup)
+
+    def close(self) -> None:
+        """Stop the engine thread; requests that have not ended fail with ClosedError."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _render(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] | None) -> Prompt:
+        if not messages or any(not {"role", "content"} <= set(m) for m in messages):
+            raise InvalidRequestError('messages must be a non-empty list of {"role": ..., "content": ...}')
+        items = [TextItem(m["role"], m["content"], _PLAIN) for m in messages]
+        spans = self._encoder.spans(items, _PLAIN, tools=tools, generate=True)
+        return {"prompt_token_ids": [token for span in spans for token in span.tokens]}
+
+    def _submit_all(self, prompts: Prompt | Sequence[Prompt], params: Any) -> list[Pending]:
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        chosen = sampling_params(params)
+        tokenized = [self._tokens(prompt) for prompt in many]  # all are checked before any is started
+        seen: dict[tuple[int, ...], int] = {}
+        submitted = []
+        for prompt, tokens in zip(many, tokenized, strict=True):
+            seen[tokens] = seen.get(tokens, -1) + 1
+            submitted.append(self._submit(prompt, chosen, seen[tokens], tokens=tokens))
+        return submitted
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: Any,
+        occurrence: int,
+        *,
+        tokens: tuple[int, ...] | None = None,
+        stream: bool = False,
+    ) -> Pending:
+        chosen = sampling_params(params)
+        tokens = self._tokens(prompt) if tokens is None else tokens
+        pending = Pending(self._services.request_id(), self._core.abort, stream=stream)
+        owner = _PlainTurn(self._services.memory, tokens, ("plain", self.config.seed, str(tokens), occurrence))
+        text = prompt if isinstance(prompt, str) else None
+        self._core.submit(Request(pending.request_id, owner, chosen, pending, prompt=text))
+        return pending
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt)
+            if self.tokenizer.add_bos and self.tokenizer.bos_id is not None and prompt:
+                tokens = [self.tokenizer.bos_id, *tokens]
+        elif isinstance(prompt, Mapping) and set(prompt) == {"prompt_token_ids"}:
+            tokens = list(prompt["prompt_token_ids"])
+            if any(isinstance(i, bool) or not isinstance(i, int) for i in tokens):
+                raise InvalidRequestError("prompt_token_ids must be integers")
+        else:
+            raise InvalidRequestError(f'a prompt is a text or {{"prompt_token_ids": [...]}}, got {prompt!r}')
+        self._core.scheduler.check_prompt(tuple(tokens))
+        return tuple(tokens)
+
+
+class _PlainTurn:
+    """A plain request as the owner of itself: one sequence, one turn, all PRIVATE to the built-in owner."""
+
+    def __init__(self, memory: MemoryManager, tokens: tuple[int, ...], key_parts: tuple[str | int, ...]) -> None:
+        self.memory, self.tokens, self.key_parts = memory, tokens, key_parts
+        self.handle: SequenceHandle | None = None
+
+    def start_turn(self) -> TurnStart:
+        if self.handle is None:
+            self.handle = self.memory.register(_PLAIN)
+        return TurnStart(self.handle, [Span(self.tokens, _PLAIN)], _PLAIN, self.key_parts)
+
+    def end_turn(self, request: Request) -> None:
+        if request.handle is not None:
+            self.memory.end_turn(request.handle, keep=request.error is None, history_len=0)
+        if self.handle is not None:
+            self.memory.release(self.handle)
+            self.handle = None
+
+
+def _enable_compilation_cache() -> None:
+    """Keep compiled programs between processes (ten times faster restart), unless the user has set a place."""
+    if jax.config.jax_compilation_cache_dir is None and os.environ.get("INMS_JAX_COMPILATION_CACHE") != "0":
+        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

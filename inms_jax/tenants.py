@@ -1,0 +1,107 @@
+"""Tenants and groups as objects: who publishes to whom, and who may join.
+
+Membership is a handle given out here, never a string in a request. Knows nothing of pages or conversations.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from inms_jax.agents import Agent, ContextItem, Home
+from inms_jax.engine.services import Services
+from inms_jax.errors import ConfigError, InvalidRequestError
+from inms_jax.memory.tier import Scope
+
+
+class Tenant(Home):
+    """A customer of this engine: owns GLOBAL texts, groups and agents. Made by `llm.tenant(name)`."""
+
+    kind = "tenant"
+
+    def __init__(self, services: Services, name: str, tenants: dict[str, "Tenant"]) -> None:
+        super().__init__(services, name, Scope(services.unique_id(name)), outer=None)
+        self.groups: dict[str, Group] = {}
+        self._tenants = tenants
+
+    def publish(self, name: str, text: str, role: str = "system") -> None:
+        """Make `text` readable for every agent of this tenant, under `name`, for the tenant's life (GLOBAL)."""
+        with self._services.lock:
+            self._require_open()
+            inner = [group.name for group in self.groups.values() if name in group.published]
+            if inner:
+                raise InvalidRequestError(f"{name!r} is already published in group {inner[0]!r}: choose another name")
+            self._publish(name, text, role)
+
+    def group(self, name: str) -> "Group":
+        """A new group (team) of this tenant; a live name again raises."""
+        with self._services.lock:
+            self._require_open()
+            if name in self.groups:
+                raise ConfigError(f"group {name!r} is live in {self.name!r}: close it first or choose another name")
+            self.groups[name] = group = Group(self, name)
+            return group
+
+    def agent(
+        self, name: str, context: Sequence[ContextItem] = (), *, tools: Sequence[dict[str, Any]] | None = None
+    ) -> Agent:
+        """A new agent of no group. `context` lists published names and private Segments, in order."""
+        return self._agent(name, context, tools)
+
+    def close(self) -> None:
+        """End the tenant with all its groups and agents; its pages go."""
+        with self._services.lock:
+            if self.closed:
+                return
+            self.closed = True
+            groups, agents = list(self.groups.values()), list(self.agents.values())
+        for group in groups:
+            group.close(force=True)
+        for agent in agents:
+            agent.close()
+        self._services.drop_scope(self.scope)
+        with self._services.lock:
+            self._tenants.pop(self.name, None)
+
+
+class Group(Home):
+    """A team: its members read what is published to it. Made by `tenant.group(name)`."""
+
+    kind = "group"
+
+    def __init__(self, tenant: Tenant, name: str) -> None:
+        outer = tenant.scope.tenant
+        services = tenant._services
+        super().__init__(services, name, Scope(outer, services.unique_id(outer, name)), outer=tenant)
+        self.tenant = tenant
+
+    def publish(self, name: str, text: str, role: str = "system") -> None:
+        """Make `text` readable for the members of this group, under `name` (GROUP)."""
+        with self._services.lock:
+            self._require_open()
+            if name in self.tenant.published:
+                raise InvalidRequestError(
+                    f"{name!r} is already published by tenant {self.tenant.name!r}: choose another name"
+                )
+            self._publish(name, text, role)
+
+    def agent(
+        self, name: str, context: Sequence[ContextItem] = (), *, tools: Sequence[dict[str, Any]] | None = None
+    ) -> Agent:
+        """A new member. `context` lists published names and private Segments, in order."""
+        return self._agent(name, context, tools)
+
+    def close(self, force: bool = False) -> None:
+        """Refuse new members and publishes; members go on and the pages go with the last. `force` ends them."""
+        with self._services.lock:
+            self.closed = True
+            members = list(self.agents.values()) if force else []
+        for agent in members:
+            agent.close()
+        self._member_left()
+
+    def _member_left(self) -> None:
+        with self._services.lock:
+            last = self.closed and not self.agents and self.tenant.groups.get(self.name) is self
+            if last:
+                del self.tenant.groups[self.name]
+        if last:
+            self._services.drop_scope(self.scope)
