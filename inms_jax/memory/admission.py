@@ -1,0 +1,162 @@
+"""What a turn would keep, hit and need, worked out before anything is changed.
+
+Pure reading of a sequence, the pool and the index. Knows nothing of other sequences or how room is made.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from inms_jax.errors import InvalidRequestError, VisibilityError
+from inms_jax.memory.index import Node
+from inms_jax.memory.layout import Layout, Piece, common_scope_prefix, lay_out
+from inms_jax.memory.lifecycle import PageState
+from inms_jax.memory.plan import Span
+from inms_jax.memory.sequence import Sequence
+from inms_jax.memory.store import PageStore
+from inms_jax.memory.tier import Scope, can_read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnPlan:
+    """Keep the first `kept_pages` pages with `kept` tokens in them, retain `hits` after them, take `needed` more."""
+
+    scope: Scope
+    layout: Layout
+    tokens: np.ndarray
+    context_length: int
+    nodes: list[Node | None]
+    kept: int
+    kept_pages: int
+    hits: tuple[int, ...]
+    copy: int
+    branch_pages: int
+
+    @property
+    def total(self) -> int:
+        """Pages that the turn holds at its end if nothing of it is shared with anyone."""
+        return len(self.layout.starts) + self.branch_pages
+
+    @property
+    def needed(self) -> int:
+        return self.total - self.kept_pages - len(self.hits) + self.copy
+
+    @property
+    def written(self) -> int:
+        return self.layout.ends[self.kept_pages + len(self.hits) - 1] if self.hits else self.kept
+
+
+def check_readable(seq: Sequence, context: Items[Span], scope: Scope) -> None:
+    """Raise unless the reader may see every span: default deny."""
+    for number, span in enumerate(context):
+        if not (can_read(scope, span.scope) or span.scope in seq.readable):
+            label = f"span {number}" if span.name is None else f"span {number} ({span.name!r})"
+            raise VisibilityError(f"{label} of {len(context)} belongs to {span.scope}, which {scope} may not read.")
+
+
+def plan_turn(
+    seq: Sequence,
+    context: Items[Span],
+    *,
+    scope: Scope,
+    max_new_tokens: int,
+    branches: int,
+    store: PageStore,
+    block_size: int,
+) -> TurnPlan:
+    """Lay out the context and the room for its answer, and compare it with what the sequence holds."""
+    length = sum(len(span.array) for span in context)
+    if length == 0:
+        raise InvalidRequestError("A turn needs at least 1 token of context, got 0.")
+    pieces = [Piece(len(span.array), span.scope, span.published) for span in context]
+    try:
+        layout = lay_out([*pieces, Piece(max_new_tokens, scope, False)], block_size)
+    except ValueError as error:
+        raise VisibilityError(str(error)) from error
+    tokens = np.zeros(length + max_new_tokens, np.int32)
+    np.concatenate([span.array for span in context], out=tokens[:length])
+    nodes = _nodes(layout, tokens, length, store)
+    kept, kept_pages = _kept(seq, layout, tokens, length, nodes, store)
+    plan = TurnPlan(
+        scope=scope,
+        layout=layout,
+        tokens=tokens,
+        context_length=length,
+        nodes=nodes,
+        kept=kept,
+        kept_pages=kept_pages,
+        hits=(),
+        copy=0,
+        branch_pages=(branches - 1) * (len(layout.starts) - layout.block_at(length)),
+    )
+    return _with_hits(seq, plan, store)
+
+
+def without_partial_page(seq: Sequence, plan: TurnPlan, store: PageStore) -> TurnPlan:
+    """The same turn, computing the tokens of its last kept page again instead of copying them."""
+    start = plan.layout.starts[plan.kept_pages - 1]
+    return _with_hits(seq, replace(plan, kept=start, kept_pages=plan.kept_pages - 1, hits=(), copy=0), store)
+
+
+def _nodes(layout: Layout, tokens: np.ndarray, length: int, store: PageStore) -> list[Node | None]:
+    """The nodes of the complete blocks of the context."""
+    if not store.caching:
+        return []
+    nodes: list[Node | None] = []
+    data = memoryview(tokens.tobytes())
+    parent: Node | None = None
+    for start, end, closed, owner in zip(layout.starts, layout.ends, layout.closed, layout.scopes, strict=True):
+        if end > length or not closed:
+            break
+        if start == 0 or parent is not None:
+            parent = store.index.intern(parent, owner, bytes(data[4 * start : 4 * end]))
+        nodes.append(parent)
+    return nodes
+
+
+def _kept(
+    seq: Sequence,
+    layout: Layout,
+    tokens: np.ndarray,
+    length: int,
+    nodes: list[Node | None],
+    store: PageStore,
+) -> tuple[int, int]:
+    """Tokens and pages that still stand: written by prefill, under the same tokens and scopes."""
+    limit = min(seq.prefilled, length, common_scope_prefix(seq.layout, layout))
+    differs = np.flatnonzero(seq.tokens[:limit] != tokens[:limit])
+    common = int(differs[0]) if differs.size else limit
+    kept = kept_pages = 0
+    for block, page in enumerate(seq.pages):
+        if block >= len(layout.starts) or layout.starts[block] != seq.layout.starts[block]:
+            break
+        start, end = layout.starts[block], layout.ends[block]
+        usable = min(common, seq.layout.ends[block])
+        if usable <= start or end < usable:
+            break
+        complete = block < len(nodes) and usable == end
+        sealed = store.pool.state(page) is not PageState.FILLING
+        if complete and sealed and seq.node(block) is not nodes[block]:
+            # The page has the key of another block, of which this one is a part.
+            break
+        kept, kept_pages = usable, block + 1
+        if usable < end:
+            break
+    return kept, kept_pages
+
+
+def _with_hits(seq: Sequence, plan: TurnPlan, store: PageStore) -> TurnPlan:
+    """Add what the index holds after the kept tokens; a hit takes the place of a partly kept page."""
+    first = plan.layout.block_at(plan.kept)
+    hits: list[int] = []
+    for node in plan.nodes[first:]:
+        page = store.indexed(node)
+        if page is None:
+            break
+        hits.append(page)
+    if hits:
+        return replace(plan, kept_pages=first, hits=tuple(hits), copy=0)
+    partial = first < plan.kept_pages
+    copy = int(partial and not store.writable(seq.pages[first]))
+    return replace(plan, kept_pages=plan.kept_pages, hits=(), copy=copy)

@@ -1,0 +1,134 @@
+"""The prefix index: fingerprint -> page, with the tokens compared on each lookup, and the order of eviction.
+
+A `Node` is one block after one exact chain of blocks. Nodes are interned: the digest only finds the candidate, then
+tokens, scope and the parent node are compared, so a collision of the hash function is a miss and never a wrong page.
+A node outlives its page while a sequence or a later block refers to it. Knows nothing of reference counts or states.
+"""
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from inms_jax.memory.fingerprint import Fingerprints
+from inms_jax.memory.policy import MissReason
+from inms_jax.memory.tier import Scope
+
+# A miss after at least this many shared tokens is reported as `sub_block`: the smallest block size, as int32 bytes.
+_HEAD_BYTES = 16 * 4
+
+
+K = TypeVar("K")
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Node:
+    """One block after one chain. `page` when it is indexed, `claimant` (a sequence id) while it is computed."""
+
+    digest: bytes
+    parent: "Node | None"
+    scope: Scope
+    tokens: bytes
+    content: int
+    page: int | None = None
+    claimant: int | None = None
+
+    @property
+    def head(self) -> tuple[int, Scope, bytes]:
+        parent = 0 if self.parent is None else self.parent.content
+        return parent, self.scope, self.tokens[:_HEAD_BYTES]
+
+
+class PrefixIndex:
+    """Keyed pages and the LRU order of those that nobody holds."""
+
+    def __init__(self, fingerprints: Fingerprints, *, evicted_memory: int) -> None:
+        self._fingerprints = fingerprints
+        self._nodes: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
+        self._by_page: dict[int, Node] = {}
+        self._by_scope: dict[Scope, set[int]] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._contents: Counter[int] = Counter()
+        self._heads: Counter[tuple[int, Scope, bytes]] = Counter()
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._evicted_memory = evicted_memory
+
+    def intern(self, parent: Node | None, scope: Scope, tokens: bytes) -> Node | None:
+        """The node of a block after `parent`. None when another block has its digest: it cannot be shared."""
+        digest = self._fingerprints.block(scope, None if parent is None else parent.digest, tokens)
+        node = self._nodes.get(digest)
+        if node is None:
+            content = hash((0 if parent is None else parent.content, tokens))
+            node = self._nodes[digest] = Node(digest, parent, scope, tokens, content)
+        elif node.tokens != tokens or node.scope != scope or node.parent is not parent:
+            return None
+        return node
+
+    def publish(self, node: Node, page: int) -> None:
+        node.page = page
+        self._by_page[page] = node
+        self._by_scope.setdefault(node.scope, set()).add(page)
+        self._contents[node.content] += 1
+        self._heads[node.head] += 1
+        self._evicted.pop(node.digest, None)
+
+    def withdraw(self, page: int) -> None:
+        """Forget the key of a page."""
+        node = self._by_page.pop(page)
+        node.page = None
+        pages = self._by_scope[node.scope]
+        pages.discard(page)
+        if not pages:
+            del self._by_scope[node.scope]
+        _decrement(self._contents, node.content)
+        _decrement(self._heads, node.head)
+        self._cached.pop(page, None)
+
+    def forget(self, scope: Scope) -> None:
+        """Drop what was cached for making keys under a scope that is closed."""
+        self._fingerprints.forget(scope)
+
+    def note_eviction(self, page: int) -> None:
+        """Remember, for the miss reason, that this page's block was evicted; a bounded number is remembered."""
+        self._evicted[self._by_page[page].digest] = None
+        if len(self._evicted) > self._evicted_memory:
+            self._evicted.popitem(last=False)
+
+    def park(self, page: int) -> None:
+        """Nobody holds the page: last in the order of eviction."""
+        self._cached[page] = None
+
+    def unpark(self, page: int) -> None:
+        self._cached.pop(page, None)
+
+    def next_victim(self) -> int:
+        """The cached page that was let go longest ago."""
+        return next(iter(self._cached))
+
+    def cached_pages(self) -> tuple[int, ...]:
+        return tuple(self._cached)
+
+    def pages_of(self, scope: Scope) -> tuple[int, ...]:
+        return tuple(self._by_scope.get(scope, ()))
+
+    def node_of(self, page: int) -> Node | None:
+        return self._by_page.get(page)
+
+    def keyed_pages(self) -> tuple[int, ...]:
+        return tuple(self._by_page)
+
+    def miss_reason(self, node: Node) -> MissReason:
+        """Why a complete block is not in the index."""
+        if node.digest in self._evicted:
+            return MissReason.EVICTED
+        if node.content in self._contents:
+            return MissReason.SCOPE
+        if len(node.tokens) >= _HEAD_BYTES and node.head in self._heads:
+            return MissReason.SUB_BLOCK
+        return MissReason.NO_PREFIX
+
+
+def _decrement(counter: Counter[K], key: K) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

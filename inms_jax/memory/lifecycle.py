@@ -1,0 +1,84 @@
+"""The state machines of a page and of a sequence, as tables. Knows states and events, nothing else.
+
+FENCED is where a page waits for the last step that may still read it. Steps run in order on one device stream,
+so at present a fence is lifted in the call that sets it.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import TypeVar
+
+from inms_jax.errors import StateError
+
+
+class PageState(enum.Enum):
+    FREE = "free"
+    FILLING = "filling"
+    SEALED = "sealed"
+    CACHED = "cached"
+    SUSPECT = "suspect"
+    FENCED = "fenced"
+
+
+class PageEvent(enum.Enum):
+    ALLOCATE = "allocate"
+    SEAL = "seal"
+    LAST_HOLDER_LEFT = "last holder left"
+    HIT = "hit"
+    WITHDRAW = "withdraw"
+    RETIRE = "retire"
+    FENCE_LIFTED = "fence lifted"
+
+
+class SequenceState(enum.Enum):
+    NEW = "new"
+    PREFILL = "prefill"
+    ACTIVE = "active"
+    IDLE = "idle"
+    CLOSED = "closed"
+
+
+class SequenceEvent(enum.Enum):
+    BEGIN = "begin turn"
+    PROMPT_DONE = "prompt done"
+    FINISH = "finish turn"
+    ABORT = "abort turn"
+    RELEASE = "release"
+
+
+PAGE_TRANSITIONS: Mapping[tuple[PageState, PageEvent], PageState] = {
+    (PageState.FREE, PageEvent.ALLOCATE): PageState.FILLING,
+    (PageState.FILLING, PageEvent.SEAL): PageState.SEALED,
+    (PageState.SEALED, PageEvent.LAST_HOLDER_LEFT): PageState.CACHED,
+    (PageState.CACHED, PageEvent.HIT): PageState.SEALED,
+    (PageState.SEALED, PageEvent.WITHDRAW): PageState.SUSPECT,
+    (PageState.FILLING, PageEvent.RETIRE): PageState.FENCED,
+    (PageState.CACHED, PageEvent.RETIRE): PageState.FENCED,
+    (PageState.SUSPECT, PageEvent.RETIRE): PageState.FENCED,
+    (PageState.FENCED, PageEvent.FENCE_LIFTED): PageState.FREE,
+}
+
+SEQUENCE_TRANSITIONS: Mapping[tuple[SequenceState, SequenceEvent], SequenceState] = {
+    (SequenceState.NEW, SequenceEvent.BEGIN): SequenceState.PREFILL,
+    (SequenceState.IDLE, SequenceEvent.BEGIN): SequenceState.PREFILL,
+    (SequenceState.PREFILL, SequenceEvent.PROMPT_DONE): SequenceState.ACTIVE,
+    (SequenceState.ACTIVE, SequenceEvent.FINISH): SequenceState.IDLE,
+    (SequenceState.PREFILL, SequenceEvent.ABORT): SequenceState.IDLE,
+    (SequenceState.ACTIVE, SequenceEvent.ABORT): SequenceState.IDLE,
+    (SequenceState.NEW, SequenceEvent.RELEASE): SequenceState.CLOSED,
+    (SequenceState.PREFILL, SequenceEvent.RELEASE): SequenceState.CLOSED,
+    (SequenceState.ACTIVE, SequenceEvent.RELEASE): SequenceState.CLOSED,
+    (SequenceState.IDLE, SequenceEvent.RELEASE): SequenceState.CLOSED,
+}
+
+S = TypeVar("S", PageState, SequenceState)
+E = TypeVar("E", PageEvent, SequenceEvent)
+
+
+def advance(table: Mapping[tuple[S, E], S], state: S, event: E, what: str) -> S:
+    """The state after `event`. Raises StateError, naming `what`, when the table has no such transition."""
+    after = table.get((state, event))
+    if after is None:
+        legal = sorted(e.value for s, e in table if s is state) or ["nothing"]
+        raise StateError(f"{what} is {state.value!r}: {event.value!r} is not possible now, only {', '.join(legal)}.")
+    return after

@@ -1,0 +1,88 @@
+"""The page pool: free list, reference counts, generations and the state of each page.
+
+Knows nothing of tokens, scopes or who holds a page. Page 0 is the null page and is never given out.
+"""
+
+from collections import Counter
+
+from inms_jax.errors import CapacityError, ConfigError, StateError
+from inms_jax.memory.lifecycle import PAGE_TRANSITIONS, PageEvent, PageState, advance
+from inms_jax.memory.plan import NULL_PAGE
+
+
+class PagePool:
+    """Pages 1 .. num_pages - 1."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ConfigError(f"A pool needs at least 2 pages (one is the null page), got {num_pages}.")
+        self.num_pages = num_pages
+        self._state = [PageState.FREE] * num_pages
+        self._references = [0] * num_pages
+        self._generation = [0] * num_pages
+        # Popped from the end: the lowest free page first, then the one freed last.
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._count: Counter[PageState] = Counter({PageState.FREE: num_pages - 1})
+
+    def state(self, page: int) -> PageState:
+        return self._state[page]
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def generation(self, page: int) -> int:
+        """How often the page has been freed: tells two uses of one page apart."""
+        return self._generation[page]
+
+    def count(self, state: PageState) -> int:
+        return self._count[state]
+
+    def move(self, page: int, event: PageEvent) -> None:
+        """Advance the state of a page; an illegal event raises StateError and changes nothing."""
+        if not NULL_PAGE < page < self.num_pages:
+            raise StateError(f"Page {page} is not one of pages 1..{self.num_pages - 1}.")
+        before = self._state[page]
+        after = advance(PAGE_TRANSITIONS, before, event, f"Page {page}")
+        self._state[page] = after
+        self._count[before] -= 1
+        self._count[after] += 1
+
+    def allocate(self) -> int:
+        """Take a free page, with one reference."""
+        if not self._free:
+            raise CapacityError(
+                f"Cannot allocate 1 page: 0 of {self.num_pages - 1} are free. Close an agent or enlarge the pool."
+            )
+        page = self._free[-1]
+        self.move(page, PageEvent.ALLOCATE)
+        self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def retain(self, page: int) -> None:
+        """One more holder of a page that is in use; a CACHED page comes back to use."""
+        if self._references[page] == 0:
+            self.move(page, PageEvent.HIT)
+        self._references[page] += 1
+
+    def release(self, page: int) -> int:
+        """One holder less; the number left. Raises StateError when nobody holds the page."""
+        if self._references[page] == 0:
+            raise StateError(
+                f"Page {page} (generation {self._generation[page]}) is released, but it is "
+                f"{self._state[page].value!r} and has 0 holders: a double release."
+            )
+        self._references[page] -= 1
+        return self._references[page]
+
+    def retire(self, page: int) -> None:
+        """Free a page that nobody holds."""
+        if self._references[page]:
+            raise StateError(f"Page {page} cannot be freed: it has {self._references[page]} holders.")
+        self.move(page, PageEvent.RETIRE)
+        self.move(page, PageEvent.FENCE_LIFTED)
+        self._generation[page] += 1
+        self._free.append(page)
+
+    def free_pages(self) -> tuple[int, ...]:
+        return tuple(self._free)
