@@ -342,9 +342,11 @@ class _Turn:
 
     def end_turn(self, request: Request) -> None:
         agent, conversation = self.agent, self.agent._conversation
+        kept = request.error is None
         if request.handle is not None:
-            agent._services.memory.end_turn(request.handle, keep=request.error is None, history_len=self.before)
-        if request.error is None:
+            length = request.history_len if kept else self.before
+            agent._services.memory.end_turn(request.handle, keep=kept, history_len=length)
+        if kept:
             reply = ReplyItem(tuple(request.branches[0].token_ids), conversation.scope)
             conversation.extend([*self.items, reply])
             if self.tools is not None:

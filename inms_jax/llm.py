@@ -31,8 +31,8 @@ from inms_jax.weights import LoadedModel, default_cache_dir, load
 
 log = logging.getLogger("inms_jax")
 
-_PLAIN = Scope("", None, "")
-"""The built-in owner of `generate` and `chat`; the ids of tenants are never empty."""
+_PLAIN = Scope("plain", None, "plain")
+"""The built-in owner of `generate` and `chat`; ids of tenants end with a generation, so none is equal."""
 Prompt = str | Mapping[str, Any]
 
 
@@ -304,7 +304,8 @@ class _PlainTurn:
 
     def end_turn(self, request: Request) -> None:
         if request.handle is not None:
-            self.memory.end_turn(request.handle, keep=request.error is None, history_len=0)
+            kept = request.error is None
+            self.memory.end_turn(request.handle, keep=kept, history_len=request.history_len if kept else 0)
         if self.handle is not None:
             self.memory.release(self.handle)
             self.handle = None

@@ -208,20 +208,24 @@ class EngineCore:
     def _first_tokens(self, request: Request, result: StepResult) -> None:
         """The prompt is in pages: fork it for each sample and draw the first tokens from its last logits."""
         assert request.handle is not None
-        turn = self.memory.turn_info(request.handle)
-        request.num_cached_tokens, request.miss_reasons = turn.cached_tokens, dict(turn.miss_reasons)
+        assert request.scope is not None
+        usage = self.memory.usage(request.handle)
+        request.num_cached_tokens = usage.cached_tokens
+        request.miss_reasons = {reason.value: tokens for reason, tokens in usage.misses.items()}
         for index in range(request.params.n):
-            handle = request.handle if index == 0 else self.memory.fork_branch(request.handle)
+            handle = request.handle
+            if index > 0:
+                handle = self.memory.fork(request.handle, request.scope, reserve_from_parent=True)
             key = sampling_key(*request.key_parts, index)
             request.branches.append(
                 Branch(index, handle, request.params, self.tokenizer, key, request.limit, request.prompt_token_ids)
             )
         self.scheduler.prefilled(request)
-        request.first_token = monotonic()
         for start in range(0, len(request.branches), 2):  # the step returned the same logits twice
             pair = request.branches[start : start + 2]
             for branch, sampled in zip(pair, self.runner.choose(result, [_row_sampling(b) for b in pair]), strict=True):
                 self._add(request, branch, sampled)
+        request.first_token = monotonic()
         self._after_tokens(request)
 
     def _decode(self, batch: list[tuple[Request, Branch]]) -> None:

@@ -186,6 +186,8 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     handle: SequenceHandle | None = None
+    """The sequence, from the moment the turn began."""
+    scope: Scope | None = None
     key_parts: tuple[str | int, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     limit: int = 0
@@ -195,6 +197,11 @@ class Request:
     miss_reasons: dict[str, int] = field(default_factory=dict)
     error: BaseException | None = None
     done: bool = False
+
+    @property
+    def history_len(self) -> int:
+        """Tokens of the turn: the context and the first answer."""
+        return len(self.prompt_token_ids) + len(self.branches[0].token_ids)
 
     @property
     def unfinished(self) -> list[Branch]:

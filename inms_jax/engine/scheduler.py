@@ -116,12 +116,12 @@ class Scheduler:
         if not admission.admitted:
             if not self.running:
                 raise CapacityError(
-                    f"Cannot reserve {admission.needed} pages for request {request.request_id!r}: "
-                    f"{admission.available} of {self.memory.num_pages - 1} can be freed ({admission.reason}). "
-                    f"Close or resume agents, lower max_tokens, or raise `kv_cache_memory`."
+                    f"Cannot start request {request.request_id!r} of {len(prompt)} + {limit} tokens: "
+                    f"{admission.reason}, and nothing is running that could give pages back. Lower max_tokens or raise `kv_cache_memory`."
                 )
             return False
-        request.handle, request.prompt_token_ids, request.limit = start.handle, prompt, limit
+        request.handle, request.scope = start.handle, start.scope
+        request.prompt_token_ids, request.limit = prompt, limit
         seed = request.params.seed
         request.key_parts = ("seed", seed) if seed is not None else start.key_parts
         self.prefilling.append(request)
