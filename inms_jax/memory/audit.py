@@ -4,7 +4,7 @@ Reads pool, index and sequences; changes nothing.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from inms_jax.errors import StateError
@@ -37,7 +37,7 @@ class Totals:
         self.misses.update(step.misses)
 
 
-def statistics(store: PageStore, sequences: Collection[Sequence], totals: Totals) -> MemoryStats:
+def statistics(store: PageStore, sequences: Iterable[Sequence], totals: Totals) -> MemoryStats:
     by_scope = Counter(store.owner.values())
     by_tier: Counter[Tier] = Counter()
     for scope, pages in by_scope.items():
@@ -86,7 +86,7 @@ def page_map(store: PageStore, sequences: Iterable[Sequence]) -> list[PageInfo]:
     return infos
 
 
-def verify(store: PageStore, sequences: Collection[Sequence]) -> None:
+def verify(store: PageStore, sequences: Iterable[Sequence]) -> None:
     """Conservation, reference counts, keys, reservations: StateError with the numbers when one is off."""
     pool, total = store.pool, store.pool.num_pages
     states = Counter(pool.state(page) for page in range(1, total))

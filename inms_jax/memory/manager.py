@@ -8,7 +8,7 @@ import functools
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -19,7 +19,6 @@ from inms_jax.errors import (
     ClosedError,
     ConfigError,
     InvalidRequestError,
-    StaleHandleError,
     StateError,
     VisibilityError,
 )
@@ -30,6 +29,8 @@ from inms_jax.memory.index import PrefixIndex
 from inms_jax.memory.lifecycle import SEQUENCE_TRANSITIONS, SequenceEvent, SequenceState, advance
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span
 from inms_jax.memory.pool import PagePool
+from inms_jax.memory.registry import Registry
+from inms_jax.memory.reservation import hand_over_copy, make_room, unreserved, without_copy
 from inms_jax.memory.sequence import Sequence
 from inms_jax.memory.stats import Admission, MatchResult, MemoryStats, PageInfo, SequenceHandle, TurnUsage
 from inms_jax.memory.store import PageStore
@@ -44,7 +45,7 @@ def _atomic(
     method: Callable[Concatenate["MemoryManager", P], T],
 ) -> Callable[Concatenate["MemoryManager", P], T]:
     @functools.wraps(method)
-    def locked(self: "MemoryManager", *args: P.args, **kwargs: P.kwargs) -> T:
+    def locked(self: "MemoryManager", /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._lock:
             return method(self, *args, **kwargs)
 
@@ -73,15 +74,14 @@ class MemoryManager:
                 f"block_size must be at least 1 and that of the cache identity, got {block_size} and "
                 f"{identity.block_size}."
             )
+        self.num_pages = num_pages
         self.block_size = block_size
         self._lock = threading.RLock()
         fingerprints = Fingerprints(identity, hash_function or keyed_blake2b(secrets.token_bytes(32)))
         index = PrefixIndex(fingerprints, evicted_memory=4 * num_pages)
         self._store = PageStore(PagePool(num_pages), index, caching=enable_prefix_caching)
         self._writer = Writer(self._store, provisional_decode=provisional_decode)
-        self._sequences: dict[int, Sequence] = {}
-        self._generations: list[int] = []
-        self._free_ids: list[int] = []
+        self._sequences = Registry()
         self._clock = 0
         self._totals = audit.Totals()
 
@@ -120,7 +120,7 @@ class MemoryManager:
         `new_scope`: the scope of what is generated from now on (a new lineage after a fork). Raises CapacityError
         when the turn can never fit; returns `admitted=False`, with nothing changed, when it can later.
         """
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         after = advance(SEQUENCE_TRANSITIONS, seq.state, SequenceEvent.BEGIN, seq.name)
         if max_new_tokens < 0 or branches < 1:
             raise InvalidRequestError(
@@ -139,17 +139,17 @@ class MemoryManager:
             store=self._store,
             block_size=self.block_size,
         )
-        most = self._store.pool.num_pages - 1
+        most = self.num_pages - 1
         if plan.total > most:
             raise CapacityError(
                 f"{seq.name} needs {plan.total} pages of {self.block_size} tokens for {plan.context_length} tokens "
                 f"of context, {max_new_tokens} new ones and {branches} branches: the pool has {most}. Shorten the "
                 "context, lower max_tokens or enlarge the pool."
             )
-        available, dropped = self._make_room(seq, plan)
+        available, dropped = make_room(self._store, self._sequences, seq, plan)
         if available < plan.needed and plan.copy:
             plan = without_partial_page(seq, plan, self._store)
-            available, dropped = self._make_room(seq, plan)
+            available, dropped = make_room(self._store, self._sequences, seq, plan)
         if available < plan.needed:
             reason = f"{plan.needed} pages are needed, {available} of {most} can be had now"
             return Admission(False, plan.needed, available, reason)
@@ -177,12 +177,12 @@ class MemoryManager:
         if budget < 1:
             raise InvalidRequestError(f"A prefill budget is at least 1 token, got {budget}.")
         self._totals.hit_tokens += self._writer.advance_hits(seq)
-        return self._writer.plan_prefill(seq, budget, self._in_turn())
+        return self._writer.plan_prefill(seq, budget, self._sequences)
 
     @_atomic
     def commit_prefill(self, handle: SequenceHandle, chunk: PrefillChunk) -> None:
         """The chunk's step was dispatched: its blocks may be read by others from now on."""
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         self._totals.add(self._writer.commit_prefill(seq, chunk))
         if chunk.is_last:
             self._move(seq, SequenceEvent.PROMPT_DONE)
@@ -190,22 +190,22 @@ class MemoryManager:
     @_atomic
     def decode(self, handle: SequenceHandle, token: int) -> DecodeSlot:
         """Plan the write of one generated token after everything written so far."""
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         if seq.state is not SequenceState.ACTIVE:
             raise StateError(f"{seq.name} is {seq.state.value!r}: decode needs a prefilled prompt.")
         self._require_no_plan(seq)
-        return self._writer.plan_decode(seq, token, self._in_turn())
+        return self._writer.plan_decode(seq, token, self._sequences)
 
     @_atomic
     def commit_decode(self, handle: SequenceHandle) -> None:
         """The step that writes the planned token was dispatched."""
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         self._totals.add(self._writer.commit_decode(seq))
 
     @_atomic
     def row(self, handle: SequenceHandle) -> Row:
         """The page table line of the sequence, with what was planned last."""
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         used = seq.written if seq.pending is None else max(seq.written, seq.pending.end)
         blocks = seq.layout.blocks_before(used)
         starts = seq.layout.start_array[:blocks]
@@ -215,16 +215,17 @@ class MemoryManager:
     @_atomic
     def usage(self, handle: SequenceHandle) -> TurnUsage:
         """Tokens kept, hit and computed in the turn that runs or ran last."""
-        return self._get(handle).usage
+        return self._sequences.get(handle).usage
 
     @_atomic
     def end_turn(self, handle: SequenceHandle, *, keep: bool, history_len: int) -> None:
-        """End the turn with `history_len` tokens of history and give back what it reserved.
+        """End the turn and give back what it reserved.
 
-        keep=True: the turn is done. keep=False: it failed or was aborted, at any point; what was planned but not
-        committed is taken back.
+        keep=True: the turn is done and all it has written stays; tokens that do not become history are found by the
+        next turn's comparison. keep=False: it failed or was aborted, at any point; what was planned but not
+        committed is taken back, and of what was written the first `history_len` tokens stay.
         """
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         if history_len < 0:
             raise InvalidRequestError(f"history_len is at least 0, got {history_len}.")
         event = SequenceEvent.FINISH if keep else SequenceEvent.ABORT
@@ -232,73 +233,41 @@ class MemoryManager:
         if keep:
             self._require_no_plan(seq)
         self._writer.cancel(seq)
-        self._hand_over_copy(seq)
+        hand_over_copy(self._sequences, seq)
         seq.state = after
         seq.copy_reserved = seq.branch_reserved = 0
         seq.last_used = self._tick()
-        self._writer.truncate(seq, history_len)
+        self._writer.truncate(seq, seq.written if keep else history_len)
 
     @_atomic
     def fork(self, handle: SequenceHandle, scope: Scope, *, reserve_from_parent: bool = False) -> SequenceHandle:
-        """A second sequence on the same pages; whoever writes a shared page first copies it.
+        """A second sequence on the same pages; no page is copied until someone writes a shared one.
 
-        The fork is idle, with what its parent has written so far as history. With `reserve_from_parent` it is a
-        branch of the running turn (n > 1): it goes on decoding on its share of what the turn reserved.
+        The fork is between turns, with what its parent has written so far as history; CapacityError when the
+        parent is in its turn and there is no page for the copy that it must make now. With `reserve_from_parent`
+        it is a branch of the running turn (n > 1): it decodes on, on its share of what the turn reserved.
         """
-        parent = self._get(handle)
+        parent = self._sequences.get(handle)
         self._require_open(scope)
         self._require_same_group(parent, scope)
         self._require_no_plan(parent)
-        blocks = len(parent.layout.starts) - len(parent.pages)
-        tail = int(parent.target is not None)
-        share = blocks + tail
-        uncovered: list[Sequence] = []
-        if reserve_from_parent:
-            if parent.state is not SequenceState.ACTIVE or parent.branch_reserved < share:
-                raise StateError(
-                    f"{parent.name} is {parent.state.value!r} with {parent.branch_reserved} pages for branches: a "
-                    f"branch needs a prefilled prompt and {share} pages. Begin the turn with more branches."
-                )
-        elif parent.target is not None:
-            uncovered = self._uncovered(parent.target)
-            if len(uncovered) > self._unreserved():
-                raise CapacityError(
-                    f"Cannot fork {parent.name} in its turn: {len(uncovered)} pages for copies are needed, "
-                    f"{self._unreserved()} are available. Fork between turns or enlarge the pool."
-                )
-        child = self._add(scope, parent.readable | {scope})
-        child.layout, child.context_length = parent.layout, parent.context_length
-        child.tokens, child.nodes, child.pages = parent.tokens.copy(), list(parent.nodes), list(parent.pages)
-        child.written, child.prefilled = parent.written, parent.prefilled
-        for page in child.pages:
-            self._store.retain(page)
-        if reserve_from_parent:
-            child.state = SequenceState.ACTIVE
-            child.copy_reserved = tail
-            parent.branch_reserved -= share
-        elif parent.state is not SequenceState.NEW:
-            child.state = SequenceState.IDLE
-        for writer in uncovered:
-            writer.copy_reserved = 1
-        return child.handle
+        return (self._branch(parent, scope) if reserve_from_parent else self._twin(parent, scope)).handle
 
     @_atomic
     def release(self, handle: SequenceHandle) -> None:
         """End a sequence, in any state. Its handle is stale from then on."""
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         self._writer.cancel(seq)
         self._move(seq, SequenceEvent.RELEASE)
         self._writer.truncate(seq, 0)
-        del self._sequences[handle.id]
-        self._generations[handle.id] += 1
-        self._free_ids.append(handle.id)
+        self._sequences.remove(seq)
 
     # Pressure
 
     @_atomic
     def drop(self, handle: SequenceHandle) -> None:
         """Give up the KV of a sequence that is between turns; its next turn computes it again."""
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         if seq.in_turn:
             raise StateError(f"{seq.name} is {seq.state.value!r}: only sequences between turns are dropped.")
         self._drop(seq)
@@ -308,48 +277,39 @@ class MemoryManager:
         """Free every cached page; the number freed."""
         return self._store.evict_all()
 
+    @_atomic
+    def clear(self) -> None:
+        """Forget all KV that no turn needs: idle sequences are dropped, cached pages freed."""
+        for seq in self._sequences:
+            if not seq.in_turn:
+                self._drop(seq)
+        self._store.evict_all()
+
     # Views
 
     @_atomic
     def stats(self) -> MemoryStats:
-        return audit.statistics(self._store, self._sequences.values(), self._totals)
+        return audit.statistics(self._store, self._sequences, self._totals)
 
     @_atomic
     def pages(self) -> list[PageInfo]:
         """Every page that is not free."""
-        return audit.page_map(self._store, self._sequences.values())
+        return audit.page_map(self._store, self._sequences)
 
     @_atomic
     def verify(self) -> None:
         """Raise StateError, with all the numbers, unless every invariant holds."""
-        audit.verify(self._store, self._sequences.values())
+        audit.verify(self._store, self._sequences)
 
     # Inside
 
     def _add(self, scope: Scope, readable: frozenset[Scope]) -> Sequence:
-        if self._free_ids:
-            number = self._free_ids.pop()
-        else:
-            number = len(self._generations)
-            self._generations.append(0)
-        seq = Sequence(SequenceHandle(number, self._generations[number]), scope, readable)
+        seq = self._sequences.add(scope, readable)
         seq.last_used = self._tick()
-        self._sequences[number] = seq
-        return seq
-
-    def _get(self, handle: SequenceHandle) -> Sequence:
-        seq = self._sequences.get(handle.id)
-        if seq is None or seq.handle.generation != handle.generation:
-            known = handle.id < len(self._generations)
-            now = f"is at generation {self._generations[handle.id]}" if known else "was never given out"
-            raise StaleHandleError(
-                f"Sequence {handle.id} of generation {handle.generation} was released: id {handle.id} {now}, "
-                f"{len(self._sequences)} sequences are live. Register a new one."
-            )
         return seq
 
     def _in_prefill(self, handle: SequenceHandle) -> Sequence:
-        seq = self._get(handle)
+        seq = self._sequences.get(handle)
         if seq.state is not SequenceState.PREFILL:
             raise StateError(f"{seq.name} is {seq.state.value!r}: there is nothing to prefill. Begin a turn first.")
         self._require_no_plan(seq)
@@ -374,37 +334,6 @@ class MemoryManager:
         self._clock += 1
         return self._clock
 
-    def _in_turn(self) -> list[Sequence]:
-        return [seq for seq in self._sequences.values() if seq.in_turn]
-
-    def _unreserved(self) -> int:
-        return self._store.available - sum(seq.reserved for seq in self._in_turn())
-
-    def _make_room(self, seq: Sequence, plan: TurnPlan) -> tuple[int, list[Sequence]]:
-        """Pages the turn could have, and the idle sequences that must be dropped for it, the longest idle first."""
-        pinned = set(plan.hits)
-        cached_hits = sum(self._store.pool.references(page) == 0 for page in pinned)
-        available = self._unreserved() - cached_hits
-        left: dict[int, int] = {}
-
-        def gained(pages: Iterable[int]) -> int:
-            count = 0
-            for page in pages:
-                left[page] = left.get(page, self._store.pool.references(page)) - 1
-                count += left[page] == 0 and page not in pinned
-            return count
-
-        available += gained(seq.pages[plan.kept_pages :])
-        idle = sorted(
-            (s for s in self._sequences.values() if s.pages and not s.in_turn and s is not seq),
-            key=lambda s: s.last_used,
-        )
-        dropped: list[Sequence] = []
-        while available < plan.needed and idle:
-            dropped.append(idle.pop(0))
-            available += gained(dropped[-1].pages)
-        return available, dropped
-
     def _start(self, seq: Sequence, plan: TurnPlan, state: SequenceState) -> None:
         for page in plan.hits:
             self._store.retain(page)
@@ -423,16 +352,42 @@ class MemoryManager:
         self._totals.kept_tokens += seq.kept_tokens
         self._totals.hit_tokens += seq.hit_tokens
 
+    def _twin(self, parent: Sequence, scope: Scope) -> Sequence:
+        must_copy = [] if parent.target is None else without_copy(self._sequences, parent.target)
+        spare = unreserved(self._store, self._sequences)
+        if len(must_copy) > spare:
+            raise CapacityError(
+                f"Cannot fork {parent.name} in its turn: {len(must_copy)} pages for copies are needed, {spare} are "
+                "available. Fork between turns or enlarge the pool."
+            )
+        child = self._share(parent, scope)
+        child.state = SequenceState.IDLE if parent.in_turn else parent.state
+        for seq in must_copy:
+            seq.copy_reserved = 1
+        return child
+
+    def _branch(self, parent: Sequence, scope: Scope) -> Sequence:
+        tail = int(parent.target is not None)
+        share = len(parent.layout.starts) - len(parent.pages) + tail
+        if parent.state is not SequenceState.ACTIVE or parent.branch_reserved < share:
+            raise StateError(
+                f"{parent.name} is {parent.state.value!r} with {parent.branch_reserved} pages for branches: a branch "
+                f"needs a prefilled prompt and {share} pages. Begin the turn with more branches."
+            )
+        child = self._share(parent, scope)
+        child.state, child.copy_reserved = parent.state, tail
+        parent.branch_reserved -= share
+        return child
+
+    def _share(self, parent: Sequence, scope: Scope) -> Sequence:
+        child = self._add(scope, parent.readable | {scope})
+        child.layout, child.context_length = parent.layout, parent.context_length
+        child.tokens, child.nodes, child.pages = parent.tokens.copy(), list(parent.nodes), list(parent.pages)
+        child.written, child.prefilled = parent.written, parent.prefilled
+        for page in child.pages:
+            self._store.retain(page)
+        return child
+
     def _drop(self, seq: Sequence) -> None:
         self._totals.dropped_sequences += bool(seq.pages)
         self._writer.truncate(seq, 0)
-
-    def _uncovered(self, page: int) -> list[Sequence]:
-        """Sequences that will write `page` in their turn and have no page set aside for a copy of it."""
-        return [seq for seq in self._in_turn() if seq.target == page and not seq.copy_reserved]
-
-    def _hand_over_copy(self, seq: Sequence) -> None:
-        """A branch that ends on a shared page keeps it: whoever was to write it last in place must copy now."""
-        if seq.copy_reserved and seq.target is not None:
-            for other in self._uncovered(seq.target)[:1]:
-                other.copy_reserved = 1

@@ -12,6 +12,7 @@ from inms_jax.errors import InvalidRequestError, StateError
 from inms_jax.memory.lifecycle import PageState
 from inms_jax.memory.plan import NULL_PAGE, Copy, DecodeSlot, PrefillChunk
 from inms_jax.memory.policy import MissReason
+from inms_jax.memory.reservation import spend_copy
 from inms_jax.memory.sequence import Pending, Sequence
 from inms_jax.memory.store import PageStore
 
@@ -49,7 +50,7 @@ class Writer:
             return False
         return node.claimant is not None and node.claimant != seq.handle.id
 
-    def plan_prefill(self, seq: Sequence, budget: int, in_turn: Iterable[Sequence]) -> PrefillChunk:
+    def plan_prefill(self, seq: Sequence, budget: int, sequences: Iterable[Sequence]) -> PrefillChunk:
         start, length = seq.written, seq.context_length
         if start == length:
             chunk = PrefillChunk(
@@ -79,7 +80,7 @@ class Writer:
             if node is not None and node.claimant is None and self._store.shares(node):
                 node.claimant = seq.handle.id
                 seq.claims.append(node)
-        copies = self._open_pages(seq, first, last, in_turn)
+        copies = self._open_pages(seq, first, last, sequences)
         positions = np.arange(start, end, dtype=np.int32)
         blocks = np.searchsorted(seq.layout.start_array, positions, side="right") - 1
         chunk = PrefillChunk(
@@ -109,7 +110,7 @@ class Writer:
         self._release_claims(seq)
         return pending
 
-    def plan_decode(self, seq: Sequence, token: int, in_turn: Iterable[Sequence]) -> DecodeSlot:
+    def plan_decode(self, seq: Sequence, token: int, sequences: Iterable[Sequence]) -> DecodeSlot:
         position = seq.written
         if position >= len(seq.tokens):
             raise InvalidRequestError(
@@ -117,7 +118,7 @@ class Writer:
                 f"{len(seq.tokens) - seq.context_length} new ones: token {position} is past the end."
             )
         block = seq.layout.block_at(position)
-        copies = self._open_pages(seq, block, block, in_turn)
+        copies = self._open_pages(seq, block, block, sequences)
         seq.tokens[position] = token
         slot = DecodeSlot(token, position, seq.pages[block], position - seq.layout.starts[block], copies)
         seq.pending = Pending(slot, position + 1, 0, Counter())
@@ -186,7 +187,7 @@ class Writer:
                 return seq.layout.starts[block]
         return end
 
-    def _open_pages(self, seq: Sequence, first: int, last: int, in_turn: Iterable[Sequence]) -> tuple[Copy, ...]:
+    def _open_pages(self, seq: Sequence, first: int, last: int, sequences: Iterable[Sequence]) -> tuple[Copy, ...]:
         """Make blocks first..last writable: new pages, and a copy where one is held that may not be written."""
         copies: tuple[Copy, ...] = ()
         for block in range(first, last + 1):
@@ -195,17 +196,11 @@ class Writer:
                 seq.pages.append(self._store.take(owner))
             elif not self._store.writable(seq.pages[block]):
                 source = seq.pages[block]
-                self._spend_copy(seq, source, in_turn)
+                spend_copy(sequences, seq, source)
                 self._store.begin_read(source)
                 seq.pages[block] = self._store.take(owner)
                 copies = (Copy(source, seq.pages[block]),)
         return copies
-
-    def _spend_copy(self, seq: Sequence, page: int, in_turn: Iterable[Sequence]) -> None:
-        """Use the page set aside for a copy: of k branches on one page, k - 1 have one, and the first k - 1 copy."""
-        holders = [seq, *(other for other in in_turn if other is not seq and other.target == page)]
-        payer = next(other for other in holders if other.copy_reserved)
-        payer.copy_reserved = 0
 
     def _extend_nodes(self, seq: Sequence, block: int) -> None:
         """Give the blocks up to one that decode has filled their nodes."""
