@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def rotate(
-    x: Float[Array, "... H"], cos: Float[Array, "... h"], sin: Float[Array, "... h"]
-) -> Float[Array, "... H"]:
+def rotate(x: Float[Array, "... H"], cos: Float[Array, "... h"], sin: Float[Array, "... h"]) -> Float[Array, "... H"]:
     """Turn each plane of `x` by the angle with this cosine and sine; `h` is H/2, other axes must match in
     rank.
     """

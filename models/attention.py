@@ -53,9 +53,7 @@ def _read_level(
     else:
         queries = q.at[level.rows].get(mode="clip")
         # A padding row stands before every stored position, so it sees nothing.
-        q_position = jnp.where(
-            level.rows < T, positions.at[level.rows].get(mode="clip"), jnp.iinfo(jnp.int32).min // 2
-        )
+        q_position = jnp.where(level.rows < T, positions.at[level.rows].get(mode="clip"), -(2**30))
     out, lse = paged_attention(
         queries,
         kv.k,

@@ -14,12 +14,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from inms_jax.kernels.reduction import ordered_sum
 from inms_jax.models.config import ModelConfig
 
 # (q [T N H], k [T K H], v [T K H]), all unrotated -> [T N H]
-Attention = Callable[
-    [Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]], Float[Array, "T N H"]
-]
+Attention = Callable[[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]], Float[Array, "T N H"]]
 
 
 def matmul(x: Float[Array, "T I"], weight: Float[Array, "I O"]) -> Float[Array, "T O"]:
@@ -36,7 +35,7 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
     arXiv:1910.07467).
     """
     wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(lax.square(wide), axis=-1, keepdims=True)
+    mean_square = ordered_sum(lax.square(wide))[..., None] / x.shape[-1]
     normed = (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype)
     return normed * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 

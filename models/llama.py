@@ -46,9 +46,7 @@ def random_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float3
         "layers": layers,
     }
     if not config.tie_word_embeddings:
-        params["lm_head"] = jax.random.normal(head_key, table, dtype) * jnp.asarray(
-            config.hidden_size**-0.5, dtype
-        )
+        params["lm_head"] = jax.random.normal(head_key, table, dtype) * jnp.asarray(config.hidden_size**-0.5, dtype)
     return params
 
 

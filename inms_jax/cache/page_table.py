@@ -38,9 +38,7 @@ class KVPages:
     num_layers: int = static()
 
     @classmethod
-    def create(
-        cls, config: KVShape, num_pages: int, block_size: int, dtype: DTypeLike, platform: str
-    ) -> "KVPages":
+    def create(cls, config: KVShape, num_pages: int, block_size: int, dtype: DTypeLike, platform: str) -> "KVPages":
         """Empty pool of `num_pages` pages (the null page included) of `block_size` slots."""
         shape = (config.num_layers * num_pages, config.num_kv_heads, block_size, config.head_dim)
         stored = storage_dtype(dtype, platform)

@@ -61,9 +61,7 @@ def paged_attention(
     only. ValueError for a platform or combination that does not exist.
     """
     if level.shift is not None and inv_freq is None:
-        raise ValueError(
-            "paged_attention of a level with shifts needs inv_freq, got None; pass rope frequencies."
-        )
+        raise ValueError("paged_attention of a level with shifts needs inv_freq, got None; pass rope frequencies.")
     name = implementation or _default_implementation()
     if name not in _IMPLEMENTATIONS:
         raise ValueError(f"No paged_attention implementation {name!r}; there are {sorted(_IMPLEMENTATIONS)}.")
