@@ -37,6 +37,8 @@ from inms_jax.memory.store import PageStore
 from inms_jax.memory.tier import Scope
 from inms_jax.memory.writing import Writer
 
+__all__ = ["MemoryManager", "PrefillChunk", "SequenceHandle"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -1,0 +1,80 @@
+"""How many pages a set of contexts needs: arithmetic on lengths, scopes and block size.
+
+Imports nothing from the rest of the package, so that it can be wrong only in its own way: the manager is tested
+against it. The rules, once more and independently:
+
+- A token's effective tier is the narrowest of its own and all before it; its effective scope is that of the last
+  text with this tier.
+- Blocks end after `block_size` tokens, where the effective tier changes, and at the end of a published piece whose
+  effective tier is not private.
+- A block that ended is *complete* and is stored once for all contexts with the same scope, the same tokens in it and
+  the same blocks before it. A last block that may still grow belongs to its holder alone.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+PRIVATE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of tokens of one author: equal `identity` means equal tokens. `tier`: 0 global, 1 group, 2 private."""
+
+    identity: Hashable
+    length: int
+    tier: int
+    scope: Hashable
+    published: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What one sequence holds. Sequences that share an unfinished last page (a fork that wrote nothing) have one
+    `holder`."""
+
+    pieces: tuple[Piece, ...]
+    holder: Hashable
+
+
+def predict_pages(contexts: Iterable[Context], block_size: int) -> int:
+    """Distinct blocks of all contexts together."""
+    numbers: dict[Hashable, int] = {}
+    for context in contexts:
+        before = 0
+        for scope, content, holder in _blocks(context, block_size):
+            before = numbers.setdefault((before, scope, content, holder), len(numbers) + 1)
+    return len(numbers)
+
+
+def _blocks(context: Context, block_size: int) -> list[tuple[Hashable, Hashable, Hashable]]:
+    """Per block: its scope, what is in it, and its holder when it is not complete."""
+    done: list[tuple[Hashable, Hashable, Hashable]] = []
+    content: list[tuple[Hashable, int, int]] = []
+    room, tier, scope = block_size, 0, None
+
+    def close() -> None:
+        nonlocal content, room
+        if content:
+            done.append((scope, tuple(content), None))
+        content, room = [], block_size
+
+    for piece in context.pieces:
+        if piece.length == 0:
+            continue
+        if piece.tier > tier:
+            close()
+        if piece.tier >= tier:
+            tier, scope = piece.tier, piece.scope
+        offset = 0
+        while offset < piece.length:
+            taken = min(room, piece.length - offset)
+            content.append((piece.identity, offset, taken))
+            offset, room = offset + taken, room - taken
+            if room == 0:
+                close()
+        if piece.published and tier < PRIVATE:
+            close()
+    if content:
+        done.append((scope, tuple(content), ("unfinished", context.holder)))
+    return done

@@ -1,0 +1,177 @@
+"""A pool of KV pages without a model: the value in a slot stands for the KV of one token.
+
+The value of a token is a digest of it, its effective scope and all tokens and scopes before it, as KV is. A test
+applies plans to the pool and reads rows back: only the chain of the reader's own context may be seen.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inms_jax.memory.fingerprint import CacheIdentity, HashFunction
+from inms_jax.memory.manager import MemoryManager
+from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span, StepPlan, plan_decode, plan_prefill
+from inms_jax.memory.stats import SequenceHandle
+from inms_jax.memory.tier import Scope
+
+PREFILL, DECODE = 1, 2
+
+
+def identity(block_size: int, **changes: str) -> CacheIdentity:
+    fields = {"model_id": "m", "weights_version": "1", "dtype": "float32", "layout": "pkbh", "rope": "theta=1e4"}
+    return CacheIdentity(block_size=block_size, **(fields | changes))
+
+
+def chain(spans: Sequence[Span]) -> list[int]:
+    """What each slot of a context must hold. The effective scope: the narrowest so far, the latest of that tier."""
+    values: list[int] = []
+    value, scope = 0, None
+    for span in spans:
+        if scope is None or span.scope.tier >= scope.tier:
+            scope = span.scope
+        for token in span.tokens:
+            value = hash((value, token, scope.tenant, scope.group, scope.agent))
+            values.append(value)
+    return values
+
+
+class Device:
+    """Applies step plans to simulated pages."""
+
+    def __init__(self, num_pages: int, block_size: int) -> None:
+        self.values = np.zeros((num_pages, block_size), np.int64)
+        self.how = np.zeros((num_pages, block_size), np.int8)
+
+    def run(self, plan: StepPlan, values: Sequence[int], how: int) -> None:
+        """Copies first, all sources read before any destination is written; then one value per used token."""
+        used = plan.copy_dst > 0
+        self.values[plan.copy_dst[used]] = self.values[plan.copy_src[used]]
+        self.how[plan.copy_dst[used]] = self.how[plan.copy_src[used]]
+        for i, value in enumerate(values):
+            if plan.write_page[i]:
+                self.values[plan.write_page[i], plan.write_slot[i]] = value
+                self.how[plan.write_page[i], plan.write_slot[i]] = how
+
+    def poison(self, memory: MemoryManager) -> None:
+        """Overwrite every page that is not in use."""
+        used = [info.page for info in memory.pages()]
+        free = np.setdiff1d(np.arange(len(self.values)), used)
+        self.values[free] = -1
+        self.how[free] = 0
+
+    def read(self, row: Row) -> tuple[list[int], list[int]]:
+        """The values that a row sees, in its order, and how they were written."""
+        values: list[int] = []
+        how: list[int] = []
+        for page, begin, end, position in zip(row.page, row.begin, row.end, row.position, strict=True):
+            assert position == len(values)
+            values += self.values[page, begin:end].tolist()
+            how += self.how[page, begin:end].tolist()
+        return values, how
+
+
+class Lab:
+    """A manager with a simulated device and short verbs."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 33,
+        block_size: int = 4,
+        scopes: Sequence[Scope] = (),
+        caching: bool = True,
+        provisional: bool = True,
+        hash_function: HashFunction | None = None,
+    ) -> None:
+        self.memory = MemoryManager(
+            num_pages=num_pages,
+            block_size=block_size,
+            identity=identity(block_size),
+            enable_prefix_caching=caching,
+            provisional_decode=provisional,
+            hash_function=hash_function,
+        )
+        self.device = Device(num_pages, block_size)
+        for scope in scopes:
+            self.memory.open_scope(scope)
+
+    def apply_prefill(self, handle: SequenceHandle, chunk: PrefillChunk, spans: Sequence[Span]) -> None:
+        row = self.memory.row(handle)
+        plan = plan_prefill(
+            chunk, row, num_tokens=len(chunk.tokens) + 1, num_entries=len(row) + 1, num_copies=len(chunk.copies)
+        )
+        flat = [token for span in spans for token in span.tokens]
+        stop = chunk.start + len(chunk.tokens)
+        assert chunk.tokens.tolist() == flat[chunk.start : stop]
+        self.device.run(plan, chain(spans)[chunk.start : stop], PREFILL)
+
+    def apply_decode(self, handles: Sequence[SequenceHandle], slots: Sequence[DecodeSlot], values: list[int]) -> None:
+        rows = [self.memory.row(handle) for handle in handles]
+        plan = plan_decode(
+            slots,
+            rows,
+            num_rows=len(slots) + 1,
+            num_entries=max((len(row) for row in rows), default=1),
+            num_copies=sum(len(slot.copies) for slot in slots),
+        )
+        self.device.run(plan, values, DECODE)
+
+    def prompt(self, handle: SequenceHandle, spans: Sequence[Span], *, budget: int = 1000) -> int:
+        """Prefill a whole context that nobody else is computing; the number of tokens computed."""
+        computed = 0
+        while True:
+            assert self.memory.match(handle).status == "ready"
+            chunk = self.memory.prefill(handle, budget)
+            self.apply_prefill(handle, chunk, spans)
+            self.memory.commit_prefill(handle, chunk)
+            self.memory.verify()
+            computed += len(chunk.tokens)
+            if chunk.is_last:
+                self.check(handle, spans)
+                return computed
+
+    def begin(
+        self, handle: SequenceHandle, spans: Sequence[Span], *, new: int = 4, branches: int = 1, scope: Scope | None = None
+    ) -> None:
+        admission = self.memory.begin_turn(
+            handle, spans, max_new_tokens=new, branches=branches, new_scope=scope
+        )
+        assert admission.admitted, admission
+        self.memory.verify()
+
+    def say(self, handle: SequenceHandle, spans: Sequence[Span], tokens: Sequence[int], scope: Scope) -> list[Span]:
+        """Decode `tokens` after a prefilled context; the context with them."""
+        for token in tokens:
+            spans = [*spans, Span((token,), scope)]
+            slot = self.memory.decode(handle, token)
+            self.apply_decode([handle], [slot], [chain(spans)[-1]])
+            self.memory.commit_decode(handle)
+            self.memory.verify()
+        self.check(handle, spans)
+        return list(spans)
+
+    def turn(
+        self,
+        handle: SequenceHandle,
+        spans: Sequence[Span],
+        scope: Scope,
+        *,
+        answer: Sequence[int] = (),
+        budget: int = 1000,
+    ) -> list[Span]:
+        """A whole turn; the history after it."""
+        self.begin(handle, spans, new=len(answer))
+        self.prompt(handle, spans, budget=budget)
+        spans = self.say(handle, spans, answer, scope)
+        self.memory.end_turn(handle, keep=True, history_len=sum(len(span.tokens) for span in spans))
+        self.memory.verify()
+        return spans
+
+    def check(self, handle: SequenceHandle, spans: Sequence[Span]) -> None:
+        """The sequence sees exactly its own context."""
+        self.device.poison(self.memory)
+        values, _ = self.device.read(self.memory.row(handle))
+        assert values == chain(spans)[: len(values)]
+
+    def pages(self, handle: SequenceHandle) -> list[int]:
+        return self.memory.row(handle).page.tolist()
