@@ -70,8 +70,7 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
-                "llama3 rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor,"
-                f" got {self}."
+                f"llama3 rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, got {self}."
             )
         if self.original_max_position_embeddings < 1:
             raise ConfigError(f"original_max_position_embeddings must be at least 1, got {self}.")
@@ -111,9 +110,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in _SIZES:
             if getattr(self, field) < 1:
-                raise ConfigError(
-                    f"{field} must be at least 1, got {getattr(self, field)} for {self.name!r}."
-                )
+                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)} for {self.name!r}.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
@@ -167,9 +164,7 @@ class ModelConfig:
         hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
         context = reader.size("max_position_embeddings")
         # Only Llama's own default is "as many as heads"; other families always write the number.
-        kv_heads = (
-            reader.take("num_key_value_heads") if family == "llama" else reader.size("num_key_value_heads")
-        )
+        kv_heads = reader.take("num_key_value_heads") if family == "llama" else reader.size("num_key_value_heads")
         head_dim = reader.take("head_dim") or (128 if family == "qwen3" else hidden // heads)
         reader.demand("hidden_act", "silu")
         reader.demand("mlp_bias", False)
@@ -243,18 +238,14 @@ class _Reader:
             if found is None or len(architectures) != 1:
                 raise self._unsupported_architecture(", ".join(map(str, architectures)))
             if kind not in (None, found):
-                raise ConfigError(
-                    f"{self._name!r} has architecture {architectures[0]} but model_type {kind!r}."
-                )
+                raise ConfigError(f"{self._name!r} has architecture {architectures[0]} but model_type {kind!r}.")
             return found
         if kind not in _FAMILIES.values():
             raise self._unsupported_architecture(str(kind))
         return str(kind)
 
     def _unsupported_architecture(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{self._name!r} has architecture {what}; supported are {', '.join(_FAMILIES)}."
-        )
+        return UnsupportedModelError(f"{self._name!r} has architecture {what}; supported are {', '.join(_FAMILIES)}.")
 
     def refuse_sliding_window(self, context: int) -> None:
         used, window = self.take("use_sliding_window"), self.take("sliding_window")
@@ -293,11 +284,7 @@ class _Reader:
             except TypeError as error:
                 raise ConfigError(f"llama3 rope scaling of {self._name!r} is {values}: {error}.") from error
         elif kind != "default" or values:
-            why = (
-                " (its frequencies depend on the length of the sequence)"
-                if kind in _LENGTH_DEPENDENT_ROPE
-                else ""
-            )
+            why = " (its frequencies depend on the length of the sequence)" if kind in _LENGTH_DEPENDENT_ROPE else ""
             raise UnsupportedModelError(
                 f"{self._name!r} has rope scaling {kind!r} {values}{why}; supported are none and 'llama3'."
             )

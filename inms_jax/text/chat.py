@@ -20,6 +20,8 @@ from inms_jax.text.merge import Message, Rendered, SystemRule, merge
 from inms_jax.text.sandbox import CompiledTemplate
 from inms_jax.text.tokenizer import Tokenizer
 
+__all__ = ["BoundaryDifference", "ChatTemplate", "Message", "SplitChat", "boundary_report"]
+
 # Private use characters: no template takes them for letters, space or markup. One for each end of each content.
 _MARKS: Final = range(0xF0000, 0xFFFFE)
 _MARK: Final = re.compile("[\U000f0000-\U000ffffd]")
@@ -230,12 +232,12 @@ class _Layout:
 
 
 def _grow(text: str, part: str, begin: int, end: int, offsets: _Offsets) -> _Span:
-    """From the marks outwards, as far as `text` shows the content without the space around it."""
+    """From the marks outwards, as far as `text` shows the content. The space before it is its own and not its
+    neighbour's; the space after it may be the template's."""
     a, b = offsets
-    head, tail = len(part) - len(part.lstrip()), len(part.rstrip())
-    while a > head and begin > 0 and text[begin - 1] == part[a - 1]:
+    while a > 0 and begin > 0 and text[begin - 1] == part[a - 1]:
         begin, a = begin - 1, a - 1
-    while b < tail and end < len(text) and text[end] == part[b]:
+    while b < len(part.rstrip()) and end < len(text) and text[end] == part[b]:
         end, b = end + 1, b + 1
     return _Span(begin, end)
 

@@ -70,8 +70,9 @@ class HuggingFaceDirectory:
     def rows(self, name: str, layer: int | None) -> Iterator[np.ndarray]:
         """The tensor `name` of the tree in float32, a run of rows at a time."""
         tensor = self._file.get_slice(self._file_name(name, layer))
-        for start in range(0, tensor.get_shape()[0], _ROWS):
-            yield np.asarray(tensor[start : start + _ROWS]).astype(np.float32)
+        count = tensor.get_shape()[0]
+        for start in range(0, count, _ROWS):
+            yield np.asarray(tensor[start : min(start + _ROWS, count)]).astype(np.float32)
 
     @staticmethod
     def _file_name(name: str, layer: int | None) -> str:
