@@ -113,11 +113,11 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: int | float = 1.0
+    top_p: int | float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: int | float = 0.0
+    repetition_penalty: int | float = 1.0
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0

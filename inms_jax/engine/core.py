@@ -308,9 +308,7 @@ class EngineCore:
 def _row_sampling(branch: Branch) -> RowSampling | None:
     """None when the plain argmax is the answer."""
     params, banned = branch.params, branch.banned
-    if params.greedy or (
-        params.temperature == 0 and params.repetition_penalty == 1 and not (params.logprobs or banned)
-    ):
+    if params.greedy and not banned:
         return None
     return RowSampling(
         key=branch.key,

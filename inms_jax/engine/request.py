@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from inms_jax.config import SamplingParams
 from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -158,6 +158,7 @@ class TurnStart:
     key_parts: tuple[str | int, ...]
 
 
+@runtime_checkable
 class Owner(Protocol):
     """Who a request belongs to: gives the context when the turn starts, learns how it ended."""
 

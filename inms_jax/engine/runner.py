@@ -155,7 +155,7 @@ class Runner:
     def _state(self, result: StepResult, rows: Sequence[RowSampling | None]) -> SamplingState:
         size, vocab = result.logits.shape
 
-        def column(name: str, default: float, dtype: Any) -> Array:
+        def column(name: str, default: int | float, dtype: Any) -> Array:
             values = [default if row is None else getattr(row, name) for row in rows]
             return jnp.asarray(np.array([*values, *[default] * (size - len(rows))], dtype))
 

@@ -86,7 +86,7 @@ def _sample_row(
     penalty: Float[Array, ""],
     seen: Bool[Array, " V"],
     banned: Int32[Array, " C"],
-) -> Sampled:
+) -> tuple[Int32[Array, ""], Float[Array, ""], Int32[Array, " E"], Float[Array, " E"]]:
     penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
     x = jnp.where(seen, penalised, logits).at[banned].set(-jnp.inf, mode="drop")
     hot = temperature > 0
@@ -97,13 +97,13 @@ def _sample_row(
     drawn = jnp.argmax(jnp.where(_keep(scaled, top_k, top_p, min_p), scaled + noise, -jnp.inf))
     token = jnp.where(hot, drawn, jnp.argmax(x)).astype(jnp.int32)
     top, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[0]))
-    return Sampled(token=token, logprob=logits[token] - lse, top_ids=ids, top_logprobs=top - lse)
+    return token, logits[token] - lse, ids, top - lse
 
 
 @jax.jit
 def sample(logits: Float[Array, "S V"], lse: Float[Array, " S"], state: SamplingState) -> Sampled:
     """Draw one token per row. `lse` is the normaliser that the step program computed (see `greedy`)."""
-    return jax.vmap(_sample_row)(
+    token, logprob, top_ids, top_logprobs = jax.vmap(_sample_row)(
         logits,
         lse,
         state.key,
@@ -116,3 +116,4 @@ def sample(logits: Float[Array, "S V"], lse: Float[Array, " S"], state: Sampling
         state.seen,
         state.banned,
     )
+    return Sampled(token=token, logprob=logprob, top_ids=top_ids, top_logprobs=top_logprobs)

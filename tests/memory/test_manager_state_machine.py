@@ -1,12 +1,13 @@
 """All operations in any order, against plain lists: what is read back, what is held, what is conserved."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inms_jax.errors import CapacityError
 from inms_jax.memory.plan import Span
@@ -24,6 +25,13 @@ PUBLISHED = (
     Span((3, 4, 3, 3, 4, 4, 3), GROUP, published=True),
 )
 tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
+
+WHICH = st.integers(0, 30)
+RARELY = st.sampled_from([False, False, False, False, False, False, False, True])
+
+
+def has(*phases: str) -> Callable[["MemoryMachine"], bool]:
+    return lambda self: any(model.phase in phases for model in self.live)
 
 
 @dataclass(eq=False)
@@ -51,8 +59,6 @@ class Model:
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    sequences = Bundle("sequences")
-
     @initialize(
         num_pages=st.integers(6, 24), block_size=st.integers(2, 5), caching=st.booleans(), provisional=st.booleans()
     )
@@ -77,19 +83,24 @@ class MemoryMachine(RuleBasedStateMachine):
         self.open.add(scope)
         return scope
 
+    def pick(self, which: int, *phases: str) -> Model | None:
+        able = [model for model in self.live if model.phase in phases]
+        return able[which % len(able)] if able else None
+
     # Life
 
-    @rule(target=sequences, shared=st.booleans())
-    def register(self, shared: bool) -> Model:
+    @precondition(lambda self: len(self.live) < 6)
+    @rule(shared=st.booleans())
+    def register(self, shared: bool) -> None:
         private = [model.scope for model in self.live if model.scope in self.open]
         # A second sequence of one owner: what plain requests of the built-in owner are.
         scope = private[0] if shared and private else self.private_scope()
         model = Model(self.memory.register(scope), scope, [], next(self.numbers))
         self.live.append(model)
-        return model
 
+    @precondition(has("idle"))
     @rule(
-        model=sequences,
+        which=WHICH,
         heads=st.lists(st.integers(0, 3), max_size=3),
         text=tokens_strategy,
         published_last=st.sampled_from([None, None, 0, 3]),
@@ -98,8 +109,9 @@ class MemoryMachine(RuleBasedStateMachine):
         branches=st.sampled_from([1, 1, 2, 3]),
         new_lineage=st.sampled_from([False, False, False, True]),
     )
-    def begin(self, model, heads, text, published_last, cut, new, branches, new_lineage) -> None:
-        if model not in self.live or model.phase != "idle" or model.scope not in self.open:
+    def begin(self, which, heads, text, published_last, cut, new, branches, new_lineage) -> None:
+        model = self.pick(which, "idle")
+        if model.scope not in self.open:
             return
         scope = self.private_scope() if new_lineage else model.scope
         spans = list(model.spans)
@@ -132,10 +144,10 @@ class MemoryMachine(RuleBasedStateMachine):
             if other.phase == "idle" and not self.lab.pages(other.handle):
                 other.written = 0
 
-    @rule(model=sequences, budget=st.integers(1, 9))
-    def prefill(self, model: Model, budget: int) -> None:
-        if model in self.live and model.phase == "prefill":
-            self.prefill_chunk(model, budget)
+    @precondition(has("prefill"))
+    @rule(which=WHICH, budget=st.integers(1, 9))
+    def prefill(self, which: int, budget: int) -> None:
+        self.prefill_chunk(self.pick(which, "prefill"), budget)
 
     def prefill_chunk(self, model: Model, budget: int) -> bool:
         if self.memory.match(model.handle).status == "wait":
@@ -165,12 +177,14 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert set(how) == {PREFILL}
         return True
 
+    @precondition(has("prefill"))
     @rule()
     def finish_prompts(self) -> None:
         """Whoever waits, somebody can go on."""
         while waiting := [model for model in self.live if model.phase == "prefill"]:
             assert any([self.prefill_chunk(model, 4) for model in waiting])
 
+    @precondition(has("active"))
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
     def decode_step(self, tokens: list[int]) -> None:
         batch = [model for model in self.live if model.phase == "active" and model.room]
@@ -192,32 +206,27 @@ class MemoryMachine(RuleBasedStateMachine):
         for model in batch:
             self.memory.commit_decode(model.handle)
 
-    @rule(target=sequences, model=sequences)
-    def branch(self, model: Model) -> Model:
-        if model not in self.live or model.phase != "active" or not model.branches_left:
-            return model
+    @precondition(lambda self: any(model.branches_left for model in self.live if model.phase == "active"))
+    @rule()
+    def branch(self) -> None:
+        model = next(model for model in self.live if model.phase == "active" and model.branches_left)
         model.branches_left -= 1
         handle = self.memory.fork(model.handle, model.scope, reserve_from_parent=True)
-        return self.copy_of(model, handle, model.scope, model.phase)
+        self.copy_of(model, handle, model.scope, model.phase)
 
-    @rule(target=sequences, model=sequences)
-    def fork(self, model: Model) -> Model:
-        if model not in self.live or model.scope not in self.open:
-            return model
+    @precondition(lambda self: 0 < len(self.live) < 8)
+    @rule(which=WHICH)
+    def fork(self, which: int) -> None:
+        model = self.live[which % len(self.live)]
         before = self.memory.stats()
         scope = self.private_scope()
         try:
             handle = self.memory.fork(model.handle, scope)
         except CapacityError:
             assert model.phase != "idle"
-            return model
+            return
         assert (self.memory.stats().held, self.memory.stats().copies) == (before.held, before.copies)
-        if model.phase == "prefill":
-            child = self.copy_of(model, handle, scope, "idle")
-            child.ragged = True
-        else:
-            child = self.copy_of(model, handle, scope, "idle")
-        return child
+        self.copy_of(model, handle, scope, "idle").ragged |= model.phase == "prefill"
 
     def copy_of(self, model: Model, handle: SequenceHandle, scope: Scope, phase: str) -> Model:
         child = Model(
@@ -235,10 +244,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.live.append(child)
         return child
 
-    @rule(model=sequences, keep=st.booleans(), planned=st.booleans())
-    def end_turn(self, model: Model, keep: bool, planned: bool) -> None:
-        if model not in self.live or model.phase == "idle":
-            return
+    @precondition(has("prefill", "active"))
+    @rule(which=WHICH, keep=st.sampled_from([True, True, False]), planned=st.booleans())
+    def end_turn(self, which: int, keep: bool, planned: bool) -> None:
+        model = self.pick(which, "active") or self.pick(which, "prefill")
         keep = keep and model.phase == "active"
         if planned and not keep:
             # The engine planned a step and failed before it could dispatch it.
@@ -262,19 +271,22 @@ class MemoryMachine(RuleBasedStateMachine):
         model.spans = spans
         model.identities = model.identities[:length]
 
-    @rule(model=consumes(sequences))
-    def release(self, model: Model) -> None:
-        if model in self.live:
-            self.memory.release(model.handle)
-            self.live.remove(model)
+    @precondition(lambda self: len(self.live) > 3)
+    @rule(which=WHICH)
+    def release(self, which: int) -> None:
+        model = self.live.pop(which % len(self.live))
+        self.memory.release(model.handle)
 
-    @rule(model=sequences)
-    def drop(self, model: Model) -> None:
-        if model in self.live and model.phase == "idle":
+    @precondition(has("idle"))
+    @rule(which=WHICH, really=RARELY)
+    def drop(self, which: int, really: bool) -> None:
+        if really:
+            model = self.pick(which, "idle")
             self.memory.drop(model.handle)
             model.written = 0
             assert self.lab.pages(model.handle) == []
 
+    @precondition(lambda self: self.memory.stats().cached)
     @rule()
     def evict_cached(self) -> None:
         cached = self.memory.stats().cached
@@ -282,8 +294,10 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.stats().cached == 0
 
     @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 30))
-    def close_scope(self, which: int) -> None:
+    @rule(which=WHICH, really=RARELY)
+    def close_scope(self, which: int, really: bool) -> None:
+        if not really:
+            return
         scopes = sorted(self.open, key=str)
         scope = scopes[which % len(scopes)]
         self.memory.close_scope(scope)

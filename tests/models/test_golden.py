@@ -23,7 +23,7 @@ def test_logits_equal_transformers(name):
 
     model = PagedModel(g.config, g.params)
     parts = [
-        model.prefill(g.tokens[start:stop], PAGES, start, bucket=48)
+        model.prefill(g.tokens[start:stop], PAGES, start, bucket=80)
         for start, stop in ((0, 7), (7, 55), (55, 64), (64, 77))
     ]
     np.testing.assert_allclose(np.concatenate(parts), g.logits[:77], atol=1e-5, rtol=0)
