@@ -6,6 +6,7 @@ particular state.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -28,7 +29,7 @@ def register_state(cls: type[T]) -> type[T]:
     def flatten(state: T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return tuple(getattr(state, name) for name in data), tuple(getattr(state, name) for name in static)
 
-    def unflatten(aux: tuple[Any, ...], children: tuple[Any, ...]) -> T:
+    def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> T:
         state = object.__new__(cls)
         for name, value in zip(data + static, (*children, *aux), strict=True):
             object.__setattr__(state, name, value)

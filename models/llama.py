@@ -29,7 +29,8 @@ Params: TypeAlias = dict[str, Any]
 
 def init_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
     """The parameter tree with stacked layers, as `jax.ShapeDtypeStruct`: the contract with weight loaders."""
-    return jax.eval_shape(lambda key: random_params(config, key, dtype), jax.random.key(0))
+    shapes: Params = jax.eval_shape(lambda key: random_params(config, key, dtype), jax.random.key(0))
+    return shapes
 
 
 def random_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -108,8 +109,8 @@ def forward(
             )
             return out
 
-        x = layer.apply({"params": weights}, x, attention)
-        return x, written
+        out: Array = layer.apply({"params": weights}, x, attention)  # type: ignore[assignment]
+        return out, written
 
     x = params["embed"].at[tokens].get(mode="clip")  # T D
     if isinstance(params["layers"], Mapping):

@@ -181,7 +181,7 @@ def test_unknown_implementation_and_missing_frequencies_are_refused():
     with pytest.raises(ValueError, match="inv_freq"):
         paged_attention(q, k, v, as_level(entries), position, offset, scale=1.0)
     del entries["shift"]
-    with pytest.raises(ValueError, match="'dense'.*reference.*xla"):
+    with pytest.raises(ValueError, match=r"'dense'.*reference.*xla"):
         paged_attention(q, k, v, as_level(entries), position, offset, scale=1.0, implementation="dense")
 
 
