@@ -6,7 +6,7 @@ Knows nothing of pages: it names scopes and hands contexts to the engine.
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from inms_jax.config import SamplingParams, sampling_params
 from inms_jax.engine.conversation import Conversation, Item, ReplyItem, TextItem
@@ -19,6 +19,7 @@ from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, Visib
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.tier import Scope
 
+Closable = TypeVar("Closable", bound="Handle")
 ContextItem = str | Segment
 ChatInput = str | Segment | Sequence[dict[str, str] | Segment]
 
@@ -42,7 +43,7 @@ class Handle:
         """End it; later calls raise ClosedError."""
         self.closed = True
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Closable) -> Closable:
         return self
 
     def __exit__(
@@ -118,6 +119,8 @@ class Agent(Handle):
         self.home = home
         self.turn = 0
         """Turns that ended well."""
+        self._history_len = 0
+        """Tokens of the last turn that ended well: its context and its answer."""
         self._services = services = home._services
         outer = home.scope
         unique = services.unique_id(outer.tenant, outer.group or "", name)
@@ -126,8 +129,9 @@ class Agent(Handle):
         self._conversation = Conversation(services.encoder, self.scope)
         self._conversation.tools = tools
         if parent is None:
-            self._conversation.extend([self._conversation.item(self._resolve(part)) for part in context])
-            self._conversation.spans(generate=False)  # a context that cannot be rendered fails here, not later
+            items = [self._conversation.item(self._resolve(part)) for part in context]
+            self._conversation.check(items)  # a context that cannot be rendered fails here, not later
+            self._conversation.extend(items)
         services.hold_scope(self.scope)
         self._lineages = [self.scope]
         self._handle: SequenceHandle | None = None if parent else services.memory.register(self.scope)
@@ -192,7 +196,7 @@ class Agent(Handle):
         def extend() -> None:
             self._require_open()
             owned = [self._conversation.own(item) for item in items]
-            self._conversation.spans(owned, generate=False)  # fails before anything changes
+            self._conversation.check(owned)  # fails before anything changes
             self._conversation.extend(owned)
 
         self._services.core.call(extend, queue=self)
@@ -238,7 +242,7 @@ class Agent(Handle):
         services = self._services
         twin._handle = services.memory.fork(self._handle, twin.scope)
         twin._conversation.items, twin._conversation.tools = self._conversation.items, self._conversation.tools
-        twin.turn = self.turn
+        twin.turn, twin._history_len = self.turn, self._history_len
         for lineage in self._lineages:
             services.hold_scope(lineage)
         twin._lineages += self._lineages
@@ -326,7 +330,6 @@ class _Turn:
 
     def __init__(self, agent: Agent, items: list[Item], tools: Sequence[dict[str, Any]] | None) -> None:
         self.agent, self.items, self.tools = agent, items, tools
-        self.before = 0
 
     def start_turn(self) -> TurnStart:
         agent = self.agent
@@ -336,7 +339,6 @@ class _Turn:
         # Given before a fork and said after it, the text belongs to the line that says it.
         self.items = [conversation.own(item) for item in self.items]
         context = conversation.spans(self.items, tools=self.tools, generate=True)
-        self.before = sum(len(span.tokens) for span in conversation.spans(generate=False))
         key = ("agent", agent._services.config.seed, agent.full_name, agent.turn)
         return TurnStart(agent._handle, context, conversation.scope, key)
 
@@ -344,7 +346,7 @@ class _Turn:
         agent, conversation = self.agent, self.agent._conversation
         kept = request.error is None
         if request.handle is not None:
-            length = request.history_len if kept else self.before
+            length = request.history_len if kept else agent._history_len
             agent._services.memory.end_turn(request.handle, keep=kept, history_len=length)
         if kept:
             reply = ReplyItem(tuple(request.branches[0].token_ids), conversation.scope)
@@ -352,3 +354,4 @@ class _Turn:
             if self.tools is not None:
                 conversation.tools = self.tools
             agent.turn += 1
+            agent._history_len = request.history_len

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -230,7 +230,7 @@ class LLM:
         """Stop the engine thread; requests that have not ended fail with ClosedError."""
         self._finalizer()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(

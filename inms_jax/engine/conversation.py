@@ -77,6 +77,8 @@ class SpanEncoder:
         generate: bool = False,
     ) -> list[Span]:
         """The spans of a whole conversation, one per item, then the generation prompt if `generate`."""
+        if self.template is None:
+            return self._with_bos(self._raw(items))
         messages = [
             Message(item.role, item.text) if isinstance(item, TextItem) else Message("assistant", _REPLY_MARK)
             for item in items
@@ -85,10 +87,6 @@ class SpanEncoder:
         pieces: list[str] = []
         prompt = ""
         if messages or generate:
-            if self.template is None:
-                raise InvalidRequestError(
-                    "this model has no chat template: use llm.generate, or give token ids as Segments"
-                )
             split = self.template.split(messages, tools=tools, add_generation_prompt=generate)
             pieces, prompt = list(split.pieces), split.generation_prompt
         found: list[Span] = []
@@ -103,6 +101,14 @@ class SpanEncoder:
         if prompt:
             found.append(self.span(prompt, reader))
         return self._with_bos([span for span in found if span.tokens])
+
+    def _raw(self, items: Sequence[Item]) -> list[Span]:
+        """A model without chat template takes token ids only."""
+        if any(isinstance(item, TextItem) for item in items):
+            raise InvalidRequestError(
+                "this model has no chat template: use llm.generate, or give agents token ids as Segments"
+            )
+        return [Span(item.token_ids, item.scope) for item in items if not isinstance(item, TextItem)]
 
     def _reply(self, piece: str, item: ReplyItem) -> Span:
         if piece.count(_REPLY_MARK) != 1:
@@ -154,6 +160,13 @@ class Conversation:
         """The whole context: history, then `extra`, then the generation prompt if `generate`."""
         tools = self.tools if tools is None else tools
         return self.encoder.spans((*self.items, *extra), self.scope, tools=tools, generate=generate)
+
+    def check(self, extra: Sequence[Item]) -> None:
+        """Raise what rendering the conversation with `extra` and a user's message after it would raise."""
+        if self.encoder.template is None:
+            self.spans(extra, generate=False)
+        else:
+            self.spans((*extra, TextItem("user", "?", self.scope)), generate=True)
 
     def extend(self, extra: Sequence[Item]) -> None:
         self.items = (*self.items, *extra)

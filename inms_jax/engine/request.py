@@ -120,7 +120,7 @@ class Branch:
 
     def _logprobs(self, sampled: SampledToken) -> dict[int, Logprob]:
         def entry(token: int, value: float, rank: int | None) -> Logprob:
-            return Logprob(value, rank, self._tokenizer.decode([token]))
+            return Logprob(value, rank, self._tokenizer.decode([token], skip_special=False))
 
         wanted = sampled.top[: self.params.logprobs or 0]
         found = {token: entry(token, value, rank) for rank, (token, value) in enumerate(wanted, start=1)}

@@ -117,7 +117,8 @@ class Scheduler:
             if not self.running:
                 raise CapacityError(
                     f"Cannot start request {request.request_id!r} of {len(prompt)} + {limit} tokens: "
-                    f"{admission.reason}, and nothing is running that could give pages back. Lower max_tokens or raise `kv_cache_memory`."
+                    f"{admission.reason}, and nothing is running that could give pages back. "
+                    f"Lower max_tokens or raise `kv_cache_memory`."
                 )
             return False
         request.handle, request.scope = start.handle, start.scope

@@ -1,0 +1,185 @@
+"""The command line: `inms-jax demo | generate | models`.
+
+Errors are one line on stderr and exit code 2, the traceback only with --debug. Everything heavy is imported inside the
+command that needs it, so that --help is fast.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from inms_jax import __version__
+from inms_jax.errors import ConfigError, InmsError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_SCENARIO = Path("configs/experiments/three_agents.toml")
+ERROR, INTERRUPTED = 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"inms-jax: error: {_one_line(message)} (see `{self.prog} --help`)", file=sys.stderr)
+        raise SystemExit(ERROR)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], None] = options.command
+    try:
+        command(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        known = isinstance(error, InmsError | OSError)
+        text = str(error) if known else f"{type(error).__name__}: {error} (unexpected; --debug shows where)"
+        print(f"inms-jax: error: {_one_line(text)}", file=sys.stderr)
+        return ERROR
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = _Parser(add_help=False)
+    common.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE as JSON")
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser = _Parser(prog="inms-jax", description="Tiered KV-cache sharing for several agents on one model.")
+    parser.add_argument("--version", action="version", version=f"inms-jax {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo", parents=[common], help="three agents, the same work without and with sharing; JSON and pictures"
+    )
+    demo.add_argument("--config", type=Path, metavar="FILE", help=f"the scenario (default: {DEFAULT_SCENARIO})")
+    demo.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
+    demo.set_defaults(command=_demo)
+
+    generate = commands.add_parser("generate", parents=[common], help="continue a text, printed as it comes")
+    generate.add_argument(
+        "--model", default=DEFAULT_MODEL, help="a known name, a .gguf file or a Hugging Face folder (%(default)s)"
+    )
+    generate.add_argument("--prompt", required=True)
+    for name, kind, text in _SAMPLING:
+        generate.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=text)
+    generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    generate.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end token")
+    generate.set_defaults(command=_generate)
+
+    models = commands.add_parser("models", parents=[common], help="which models are known, and which are here")
+    models.set_defaults(command=_models)
+    return parser
+
+
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "tokens to generate at most (16)"),
+    ("min_tokens", int, "tokens to generate at least (0)"),
+    ("temperature", float, "0 is greedy (1.0)"),
+    ("top_p", float, "keep the most likely tokens of this total probability (1.0)"),
+    ("top_k", int, "keep this many of the most likely tokens; 0 keeps all (0)"),
+    ("min_p", float, "keep tokens at least this likely, relative to the most likely one (0.0)"),
+    ("repetition_penalty", float, "above 1 discourages what was said before (1.0)"),
+    ("seed", int, "seed of this request"),
+)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from inms_jax.eval.demo import show_demo
+
+    result = show_demo(_scenario_file(options.config), options.out, Console())
+    _write_json(options.json, result.to_json())
+
+
+def _scenario_file(asked: Path | None) -> Path:
+    """The file asked for, or the demo's own: in the working directory or in the checkout this code runs from."""
+    if asked is not None:
+        return asked
+    places = [DEFAULT_SCENARIO, Path(__file__).resolve().parent.parent / DEFAULT_SCENARIO]
+    for place in places:
+        if place.is_file():
+            return place
+    raise ConfigError(
+        f"there is no {DEFAULT_SCENARIO} here: run the demo from a checkout, or name a file with --config"
+    )
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from inms_jax.config import SamplingParams
+
+    names = [name for name, _, _ in _SAMPLING] + ["stop", "ignore_eos"]
+    asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    params = SamplingParams(**asked)  # a bad value is refused before the model is loaded
+
+    from inms_jax.llm import LLM
+
+    text, token_ids, finish_reason, ttft_s = "", list[int](), None, None
+    with LLM(options.model) as llm:
+        for delta in llm.stream(options.prompt, params):
+            [part] = delta.outputs
+            print(part.text, end="", flush=True)
+            text += part.text
+            token_ids += part.token_ids
+            finish_reason, ttft_s = part.finish_reason, delta.ttft_s
+    print()
+    result = {
+        "model": options.model,
+        "prompt": options.prompt,
+        "text": text,
+        "token_ids": token_ids,
+        "finish_reason": finish_reason,
+        "ttft_s": ttft_s,
+    }
+    _write_json(options.json, result)
+
+
+def _models(options: argparse.Namespace) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from inms_jax.weights import default_cache_dir, list_models
+
+    cache = default_cache_dir()
+    found = list_models(cache)
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("model", "bytes", "licence", "comes from", "cached"):
+        table.add_column(title, justify="right" if title == "bytes" else "left", no_wrap=title != "comes from")
+    for model in found:
+        table.add_row(model.name, f"{model.size:,}", model.licence, model.requirement, "yes" if model.cached else "no")
+    console = Console()
+    console.print(table)
+    console.print(f"Cache: {cache}. A path to a .gguf file or to a Hugging Face folder works too.", soft_wrap=True)
+    rows = [
+        {
+            "name": model.name,
+            "bytes": model.size,
+            "licence": model.licence,
+            "requirement": model.requirement,
+            "cached": model.cached,
+            "path": model.path,
+        }
+        for model in found
+    ]
+    _write_json(options.json, {"cache_dir": str(cache), "models": rows})
+
+
+def _write_json(path: Path | None, value: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
