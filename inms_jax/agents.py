@@ -5,6 +5,7 @@ Knows nothing of pages: it names scopes and hands contexts to the engine.
 
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,7 +18,18 @@ from inms_jax.engine.segment import Published, Segment
 from inms_jax.engine.services import Services
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, VisibilityError
 from inms_jax.memory.manager import SequenceHandle
+from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSnapshot:
+    """Where an agent stands. context: spans of the turn that runs, else of the history; kv_tokens of them are in pages."""
+
+    context: tuple[Span, ...]
+    kv_tokens: int
+    kv_pages: int
+
 
 Closable = TypeVar("Closable", bound="Handle")
 ContextItem = str | Segment
@@ -121,6 +133,8 @@ class Agent(Handle):
         """Turns that ended well."""
         self._history_len = 0
         """Tokens of the last turn that ended well: its context and its answer."""
+        self._running: Sequence[Span] | None = None
+        """The context of the turn that runs."""
         self._services = services = home._services
         outer = home.scope
         unique = services.unique_id(outer.tenant, outer.group or "", name)
@@ -213,6 +227,17 @@ class Agent(Handle):
     def token_ids(self) -> tuple[int, ...]:
         """The history as token ids, as the next turn will find it."""
         return self._services.core.call(lambda: self._conversation.token_ids)
+
+    def snapshot(self) -> AgentSnapshot:
+        """Context and KV as they are between two steps; observers of the engine may call it too."""
+        return self._services.core.call(self._snapshot)
+
+    def _snapshot(self) -> AgentSnapshot:
+        self._require_open()
+        assert self._handle is not None, "an open agent has a sequence"
+        context = self._conversation.spans(generate=False) if self._running is None else self._running
+        row = self._services.memory.row(self._handle)
+        return AgentSnapshot(tuple(context), int((row.end - row.begin).sum()), len(row.page))
 
     def fork(self, name: str) -> "Agent":
         """A new agent of the same home that has this one's whole conversation, at no copy of any page.
@@ -339,12 +364,14 @@ class _Turn:
         # Given before a fork and said after it, the text belongs to the line that says it.
         self.items = [conversation.own(item) for item in self.items]
         context = conversation.spans(self.items, tools=self.tools, generate=True)
+        agent._running = context
         key = ("agent", agent._services.config.seed, agent.full_name, agent.turn)
         return TurnStart(agent._handle, context, conversation.scope, key)
 
     def end_turn(self, request: Request) -> None:
         agent, conversation = self.agent, self.agent._conversation
         kept = request.error is None
+        agent._running = None
         if request.handle is not None:
             length = request.history_len if kept else agent._history_len
             agent._services.memory.end_turn(request.handle, keep=kept, history_len=length)

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ import jax
 
 from inms_jax.config import EngineConfig, SamplingParams, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
-from inms_jax.engine.core import Counters, EngineCore
+from inms_jax.engine.core import Counters, EngineCore, StepReport
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import Pending
 from inms_jax.engine.request import Request, TurnStart
@@ -214,6 +214,11 @@ class LLM:
         """Every page that is not free: owner, tier, state, reference count, tokens."""
         return self._services.memory.pages()
 
+    def observe(self, observer: Callable[[StepReport], None]) -> Callable[[], None]:
+        """Call `observer` on the engine thread after each device step; returns what stops it."""
+        self._core.observers.append(observer)
+        return lambda: self._core.observers.remove(observer)
+
     def verify(self) -> None:
         """Check the conservation law and every other invariant of the page pool; raises with the numbers."""
         self._services.memory.verify()
@@ -313,7 +318,8 @@ class _PlainTurn:
 
 def _enable_compilation_cache() -> None:
     """Keep compiled programs between processes (ten times faster restart), unless the user has set a place."""
-    if jax.config.jax_compilation_cache_dir is None and os.environ.get("INMS_JAX_COMPILATION_CACHE") != "0":
-        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    config: Any = jax.config  # its values and methods are added at run time
+    if config.jax_compilation_cache_dir is None and os.environ.get("INMS_JAX_COMPILATION_CACHE") != "0":
+        config.update("jax_compilation_cache_dir", str(default_cache_dir() / "xla"))
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -113,13 +113,13 @@ def test_prediction_imports_nothing_of_ours() -> None:
 
 def test_package_list_matches_the_folders() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    on_disk = {"inms_jax"} | {
+    on_disk = {"inms_jax", "inms_jax.configs"} | {
         "inms_jax." + ".".join(path.parent.relative_to(PACKAGE).parts) for path in sources() if path.parent != PACKAGE
     }
     assert listed == on_disk
 
 
-@pytest.mark.parametrize("name", ["models", "kernels"])
+@pytest.mark.parametrize("name", ["models", "kernels", "configs"])
 def test_links_point_at_the_real_folders(name: str) -> None:
     assert (PACKAGE / name).is_symlink()
     assert (PACKAGE / name).resolve() == (ROOT / name).resolve()

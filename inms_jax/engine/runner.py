@@ -74,7 +74,8 @@ def step(
 
 def compiled_programs() -> int:
     """Programs compiled so far in this process for steps, sampling and copies."""
-    return sum(int(f._cache_size()) for f in (step, sampling.sample, copy_pages))
+    programs: tuple[Any, ...] = (step, sampling.sample, copy_pages)
+    return sum(int(program._cache_size()) for program in programs)
 
 
 class Runner:
@@ -118,6 +119,7 @@ class Runner:
         for start in range(0, len(plan.copy_src), COPY_BUCKET):
             part = slice(start, start + COPY_BUCKET)
             self.kv = copy_pages(self.kv, jnp.asarray(plan.copy_src[part]), jnp.asarray(plan.copy_dst[part]))
+        result: StepResult
         self.kv, result = step(
             params,
             self.kv,

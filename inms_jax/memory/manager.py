@@ -250,7 +250,6 @@ class MemoryManager:
         it is a branch of the running turn (n > 1): it decodes on, on its share of what the turn reserved.
         """
         parent = self._sequences.get(handle)
-        self._require_open(scope)
         self._require_same_group(parent, scope)
         self._require_no_plan(parent)
         return (self._branch(parent, scope) if reserve_from_parent else self._twin(parent, scope)).handle
@@ -355,6 +354,7 @@ class MemoryManager:
         self._totals.hit_tokens += seq.hit_tokens
 
     def _twin(self, parent: Sequence, scope: Scope) -> Sequence:
+        self._require_open(scope)
         must_copy = [] if parent.target is None else without_copy(self._sequences, parent.target)
         spare = unreserved(self._store, self._sequences)
         if len(must_copy) > spare:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from inms_jax import LLM, Agent, RequestOutput, SamplingParams, Segment
+from inms_jax import LLM, Agent, Group, RequestOutput, SamplingParams, Segment, Tenant
 from tests.tiny import tiny_llm
 
 SYSTEM = "You are an agent of a web shop. Be brief, exact and polite, and read the decisions first."
@@ -33,7 +33,7 @@ def said(output: RequestOutput) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return answer.token_ids, tuple(step[t].logprob for t, step in zip(answer.token_ids, answer.logprobs, strict=True))
 
 
-def team(llm: LLM, tenant: str = "acme"):  # type: ignore[no-untyped-def]
+def team(llm: LLM, tenant: str = "acme") -> tuple[Tenant, Group]:
     home = llm.tenant(tenant)
     home.publish("system", SYSTEM)
     group = home.group("checkout")
@@ -115,7 +115,7 @@ def three_turns(llm: LLM, between: str) -> list[tuple[tuple[int, ...], tuple[flo
     answers = []
     with team(llm)[0] as home:
         group = home.groups["checkout"]
-        context = ["system", "decisions", Segment(NOTES)]
+        context: list[str | Segment] = ["system", "decisions", Segment(NOTES)]
         agent = group.agent("backend", context)
         for number, turn in enumerate(TURNS):
             if between == "evict":

@@ -1,6 +1,7 @@
 """Pages in use: predicted exactly at every step, conserved after every step, shared by index, none left at the end."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -191,7 +192,9 @@ def test_nothing_compiles_after_warmup() -> None:
 
 def test_programs_are_counted_by_row_count_only() -> None:
     """Prefill 64 and 128, decode 2, 4, 8: five step programs whatever the lengths."""
-    from inms_jax.engine.runner import step
+    from inms_jax.engine import runner
+
+    step: Any = runner.step
 
     with tiny_llm(num_pages=301, max_num_batched_tokens=128) as llm:
         before = step._cache_size()

@@ -130,7 +130,7 @@ def test_stop_token_and_min_tokens(llm: LLM) -> None:
 def with_words(llm: LLM) -> tuple[dict[str, Any], str, int]:
     """Settings whose answer has three plain characters in a row, the answer, and where they stand."""
     for seed in range(100):
-        values = {"max_tokens": 60, "temperature": 1.0, "seed": seed}
+        values: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": seed}
         text = llm.generate(PROMPT, SamplingParams(**values))[0].text
         for at in range(5, len(text) - 8):
             word = text[at : at + 3]

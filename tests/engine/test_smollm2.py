@@ -104,7 +104,7 @@ def test_a_single_long_prefill_equals_chunks(smollm2_spec: str, llm: LLM) -> Non
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0)
     prompt = SYSTEM + DECISIONS + NOTES
     (expected,) = llm.generate(prompt, params)
-    options = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "progress": False}
+    options: dict[str, Any] = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "progress": False}
     with LLM(smollm2_spec, max_num_batched_tokens=64, **options) as chunked:
         assert said(chunked.generate(prompt, params)[0]) == said(expected)
 
@@ -112,7 +112,7 @@ def test_a_single_long_prefill_equals_chunks(smollm2_spec: str, llm: LLM) -> Non
 def test_other_block_sizes_agree_to_rounding(smollm2_spec: str, llm: LLM) -> None:
     case = GOLDEN["raw_gravity"]
     prompt = {"prompt_token_ids": case["prompt_token_ids"]}
-    options = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "progress": False}
+    options: dict[str, Any] = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "progress": False}
     with LLM(smollm2_spec, block_size=16, **options) as small:
         (output,) = small.generate(prompt, SamplingParams(max_tokens=48, temperature=0.0))
     assert list(output.outputs[0].token_ids) == case["greedy_token_ids"][:48]

@@ -8,14 +8,15 @@ torch 2.13.0 on CPU. Weights are drawn by `rule.py`; a file holds the config, th
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-import transformers
+import torch  # type: ignore[import-not-found]
+import transformers  # type: ignore[import-not-found]
 
 from tests.goldens.rule import tensor
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -34,7 +35,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_mha": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama_gqa_tied": ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "llama3_rope": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),

@@ -1,7 +1,8 @@
 """A pool of KV pages without a model: the value in a slot stands for the KV of one token.
 
-The value of a token is a digest of it, its effective scope and all tokens and scopes before it, as KV is. A test
-applies plans to the pool and reads rows back: only the chain of the reader's own context may be seen.
+The value of a token is a digest of it and all tokens before it, as KV is; beside it stands the effective scope under
+which it was computed. A test applies plans to the pool and reads rows back: a reader must see the chain of its own
+context, computed under no scope but its own ones.
 """
 
 from collections.abc import Sequence
@@ -23,16 +24,23 @@ def identity(block_size: int, **changes: str) -> CacheIdentity:
 
 
 def chain(spans: Sequence[Span]) -> list[int]:
-    """What each slot of a context must hold. The effective scope: the narrowest so far, the latest of that tier."""
+    """What each slot of a context must hold."""
     values: list[int] = []
-    value, scope = 0, None
+    value = 0
     for span in spans:
-        if scope is None or span.scope.tier >= scope.tier:
-            scope = span.scope
         for token in span.tokens:
-            value = hash((value, token, scope.tenant, scope.group, scope.agent))
+            value = hash((value, token))
             values.append(value)
     return values
+
+
+def scopes(spans: Sequence[Span]) -> list[Scope]:
+    """The effective scope of each token: the narrowest so far, the latest of that tier."""
+    result: list[Scope] = []
+    for span in spans:
+        before = result[-1] if result else span.scope
+        result += [span.scope if span.scope.tier >= before.tier else before] * len(span.tokens)
+    return result
 
 
 class Device:
@@ -41,16 +49,17 @@ class Device:
     def __init__(self, num_pages: int, block_size: int) -> None:
         self.values = np.zeros((num_pages, block_size), np.int64)
         self.how = np.zeros((num_pages, block_size), np.int8)
+        self.scope = np.full((num_pages, block_size), None, object)
 
-    def run(self, plan: StepPlan, values: Sequence[int], how: int) -> None:
+    def run(self, plan: StepPlan, values: Sequence[int], owners: Sequence[Scope], how: int) -> None:
         """Copies first, all sources read before any destination is written; then one value per used token."""
         used = plan.copy_dst > 0
-        self.values[plan.copy_dst[used]] = self.values[plan.copy_src[used]]
-        self.how[plan.copy_dst[used]] = self.how[plan.copy_src[used]]
-        for i, value in enumerate(values):
+        for array in (self.values, self.how, self.scope):
+            array[plan.copy_dst[used]] = array[plan.copy_src[used]]
+        for i, (value, owner) in enumerate(zip(values, owners, strict=True)):
             if plan.write_page[i]:
-                self.values[plan.write_page[i], plan.write_slot[i]] = value
-                self.how[plan.write_page[i], plan.write_slot[i]] = how
+                place = plan.write_page[i], plan.write_slot[i]
+                self.values[place], self.how[place], self.scope[place] = value, how, owner
 
     def poison(self, memory: MemoryManager) -> None:
         """Overwrite every page that is not in use."""
@@ -58,16 +67,19 @@ class Device:
         free = np.setdiff1d(np.arange(len(self.values)), used)
         self.values[free] = -1
         self.how[free] = 0
+        self.scope[free] = None
 
-    def read(self, row: Row) -> tuple[list[int], list[int]]:
-        """The values that a row sees, in its order, and how they were written."""
+    def read(self, row: Row) -> tuple[list[int], list[int], set[Scope]]:
+        """What a row sees: values in its order, how they were written, and under which scopes."""
         values: list[int] = []
         how: list[int] = []
+        owners: set[Scope] = set()
         for page, begin, end, position in zip(row.page, row.begin, row.end, row.position, strict=True):
             assert position == len(values)
             values += self.values[page, begin:end].tolist()
             how += self.how[page, begin:end].tolist()
-        return values, how
+            owners |= set(self.scope[page, begin:end])
+        return values, how, owners
 
 
 class Lab:
@@ -103,9 +115,12 @@ class Lab:
         flat = [token for span in spans for token in span.tokens]
         stop = chunk.start + len(chunk.tokens)
         assert chunk.tokens.tolist() == flat[chunk.start : stop]
-        self.device.run(plan, chain(spans)[chunk.start : stop], PREFILL)
+        self.device.run(plan, chain(spans)[chunk.start : stop], scopes(spans)[chunk.start : stop], PREFILL)
 
-    def apply_decode(self, handles: Sequence[SequenceHandle], slots: Sequence[DecodeSlot], values: list[int]) -> None:
+    def apply_decode(
+        self, handles: Sequence[SequenceHandle], slots: Sequence[DecodeSlot], contexts: Sequence[Sequence[Span]]
+    ) -> None:
+        """`contexts` end with the token that is decoded."""
         rows = [self.memory.row(handle) for handle in handles]
         plan = plan_decode(
             slots,
@@ -114,7 +129,8 @@ class Lab:
             num_entries=max((len(row) for row in rows), default=1),
             num_copies=sum(len(slot.copies) for slot in slots),
         )
-        self.device.run(plan, values, DECODE)
+        values = [chain(spans)[-1] for spans in contexts]
+        self.device.run(plan, values, [scopes(spans)[-1] for spans in contexts], DECODE)
 
     def prompt(self, handle: SequenceHandle, spans: Sequence[Span], *, budget: int = 1000) -> int:
         """Prefill a whole context that nobody else is computing; the number of tokens computed."""
@@ -144,7 +160,7 @@ class Lab:
         for token in tokens:
             spans = [*spans, Span((token,), scope)]
             slot = self.memory.decode(handle, token)
-            self.apply_decode([handle], [slot], [chain(spans)[-1]])
+            self.apply_decode([handle], [slot], [spans])
             self.memory.commit_decode(handle)
             self.memory.verify()
         self.check(handle, spans)
@@ -170,8 +186,9 @@ class Lab:
     def check(self, handle: SequenceHandle, spans: Sequence[Span]) -> None:
         """The sequence sees exactly its own context."""
         self.device.poison(self.memory)
-        values, _ = self.device.read(self.memory.row(handle))
+        values, _, owners = self.device.read(self.memory.row(handle))
         assert values == chain(spans)[: len(values)]
+        assert owners <= set(scopes(spans))
 
     def pages(self, handle: SequenceHandle) -> list[int]:
         return self.memory.row(handle).page.tolist()
