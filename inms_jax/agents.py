@@ -24,7 +24,7 @@ from inms_jax.memory.tier import Scope
 
 @dataclass(frozen=True, slots=True)
 class AgentSnapshot:
-    """Where an agent stands. context: spans of the turn that runs, else of the history; kv_tokens of them are in pages."""
+    """Where an agent stands: spans of the turn that runs, else of the history; `kv_tokens` of them are in pages."""
 
     context: tuple[Span, ...]
     kv_tokens: int
