@@ -67,8 +67,7 @@ def run(q, k, v, level, q_position, offset=0, implementation="xla"):
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize(("implementation", "shape"), [*(("xla", shape) for shape in SHAPES), ("reference", SHAPES[3])])
 def test_equals_dense_numpy(implementation, shape, shifted):
     G, R, N, K, B = shape
     for seed in range(4):
@@ -240,7 +239,7 @@ class TestBits:
             return run(q[None, start : start + rows], k, v, level, position)
 
         out, lse = chunk(0, self.CONTEXT)
-        for start, rows in ((0, 64), (100, 64), (59, 64), (384, 64), (192, 256), (7, 100), (447, 1), (300, 2)):
+        for start, rows in ((0, 64), (59, 64), (384, 64), (192, 256), (7, 100), (447, 1)):
             part_out, part_lse = chunk(start, rows)
             np.testing.assert_array_equal(part_out[0], out[0, start : start + rows])
             np.testing.assert_array_equal(part_lse[0], lse[0, start : start + rows])
@@ -248,7 +247,7 @@ class TestBits:
     def test_other_groups_and_their_number_change_no_bit(self, case):
         B, k, v, q, pages = case
         first = None
-        for groups in (2, 3, 4, 8, 16, 32):
+        for groups in (2, 4, 8, 32):
             # Row 0 is the same, the others differ in number, query, length and so in trailing null entries.
             lengths = [201, *np.linspace(3, self.CONTEXT, groups - 1).astype(int)]
             rows = q[[200, *np.random.default_rng(groups).integers(0, self.CONTEXT, groups - 1)]]
