@@ -17,6 +17,8 @@ _IMPLEMENTATIONS: Final[dict[str, Callable[..., tuple[Array, Array]]]] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
 }
+# The only fast form so far is plain XLA, which runs on every platform.
+_DEFAULT: Final = "xla"
 
 
 @register_state
@@ -58,11 +60,11 @@ def paged_attention(
     nothing give (0, -inf). `q` is rotated to `q_position`; `page_offset` is added to each page id (layer
     times pages per layer). `inv_freq` (H/2 rotary frequencies) is needed when the level has shifts. Slots
     that no row may see may hold anything, NaN included. A row's bits depend on its own query and entries
-    only. ValueError for a platform or combination that does not exist.
+    only. ValueError for an implementation that does not exist.
     """
     if level.shift is not None and inv_freq is None:
         raise ValueError("paged_attention of a level with shifts needs inv_freq, got None; pass rope frequencies.")
-    name = implementation or _default_implementation()
+    name = implementation or _DEFAULT
     if name not in _IMPLEMENTATIONS:
         raise ValueError(f"No paged_attention implementation {name!r}; there are {sorted(_IMPLEMENTATIONS)}.")
     return _IMPLEMENTATIONS[name](
@@ -80,8 +82,3 @@ def paged_attention(
         scale=scale,
         inv_freq=inv_freq,
     )
-
-
-def _default_implementation() -> str:
-    # Only one fast form so far, and it is plain XLA, so it runs on every platform.
-    return "xla"

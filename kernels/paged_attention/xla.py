@@ -61,7 +61,7 @@ def paged_attention(
     rows = max(R * (N // K), 2)  # Q
     split = 1 if shift is not None else max(1, _SPLIT_SLOTS // B)  # entries of one shift per product
     page = jnp.pad(page, ((0, 0), (0, -page.shape[1] % split)))
-    slot_position = _slot_positions(begin, end, position, B)
+    slot_position = _slot_positions(begin, end, position, num_entries, B)
     slot_position = jnp.pad(
         slot_position, ((0, 0), (0, page.shape[1] * B - slot_position.shape[1])), constant_values=_NEVER
     )
@@ -98,13 +98,16 @@ def paged_attention(
 
 
 def _slot_positions(
-    begin: Int32[Array, "G M"], end: Int32[Array, "G M"], position: Int32[Array, "G M"], B: int
+    begin: Int32[Array, "G M"],
+    end: Int32[Array, "G M"],
+    position: Int32[Array, "G M"],
+    num_entries: Int32[Array, ""],
+    B: int,
 ) -> Int32[Array, "G W"]:
-    """Stored position of every slot of every entry in turn; slots outside begin..end get one that none
-    reaches.
-    """
+    """Stored position of every slot of every entry in turn; unused slots get one that no row reaches."""
     slot = jnp.arange(B, dtype=jnp.int32)[None, None]
     used = (begin[..., None] <= slot) & (slot < end[..., None])
+    used &= (jnp.arange(begin.shape[1], dtype=jnp.int32) < num_entries)[None, :, None]
     return jnp.where(used, position[..., None] + slot, _NEVER).reshape(begin.shape[0], -1)
 
 

@@ -197,8 +197,12 @@ def test_one_compilation_whatever_the_number_of_entries():
     entries = random_entries(rng, 1, 2, 16, shifted=False)
     run(q, k, v, as_level(entries, 1), np.array([[80, 81]]))
     before = cache_size(ATTEND)
+    position = np.array([[80, 81]])
     for used in range(7):
-        run(q, k, v, as_level(entries, used), np.array([[80, 81]]))
+        got = run(q, k, v, as_level(entries, used), position)
+        first = {name: x[:, :used] for name, x in entries.items()}
+        expected = dense_attention(q, k, v, first, position, scale=0.25)
+        np.testing.assert_allclose(got[0], expected[0], atol=2e-5)
     assert cache_size(ATTEND) == before
 
 
