@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from inms_jax.errors import StateError
 from inms_jax.memory.lifecycle import PageState
-from inms_jax.memory.plan import NULL_PAGE
 from inms_jax.memory.policy import MissReason
 from inms_jax.memory.sequence import Pending, Sequence
 from inms_jax.memory.stats import MemoryStats, PageInfo, SequenceHandle
@@ -88,70 +87,65 @@ def page_map(store: PageStore, sequences: Iterable[Sequence]) -> list[PageInfo]:
 
 def verify(store: PageStore, sequences: Iterable[Sequence]) -> None:
     """Conservation, reference counts, keys, reservations: StateError with the numbers when one is off."""
-    pool, total = store.pool, store.pool.num_pages
-    states = Counter(pool.state(page) for page in range(1, total))
-    counted = {state: pool.count(state) for state in PageState}
-    _check(states == Counter(counted), f"states of pages {dict(states)} are counted as {counted}")
-    held = sum(states[state] for state in HELD)
-    free, cached, fenced = states[PageState.FREE], states[PageState.CACHED], states[PageState.FENCED]
-    _check(
-        free + cached + held + fenced == total - 1,
-        f"free {free} + cached {cached} + held {held} + fenced {fenced} is not total {total} - 1",
-    )
-    free_pages = pool.free_pages()
-    _check(
-        len(set(free_pages)) == len(free_pages) == free and NULL_PAGE not in free_pages,
-        f"the free list {free_pages} has not the {free} free pages, each once",
-    )
-    references = Counter(store.readers)
-    for seq in sequences:
-        references.update(seq.pages)
-    for page in range(1, total):
-        _check(
-            pool.references(page) == references[page],
-            f"page {page} has {pool.references(page)} references, {references[page]} are in tables",
-        )
-        _check(
-            (references[page] > 0) == (pool.state(page) in HELD),
-            f"page {page} is {pool.state(page).value!r} with {references[page]} holders",
-        )
-        node = store.index.node_of(page)
-        keyed = pool.state(page) in (PageState.SEALED, PageState.CACHED)
-        _check(
-            (node is not None and node.page == page and node.scope in store.open_scopes) == keyed,
-            f"page {page} is {pool.state(page).value!r}, its key is {node}",
-        )
-        _check((page in store.owner) == (pool.state(page) is not PageState.FREE), f"owner of page {page}")
-    cached_pages = store.index.cached_pages()
-    _check(
-        len(cached_pages) == cached and all(pool.state(page) is PageState.CACHED for page in cached_pages),
-        f"pages {cached_pages} are in the order of eviction, {cached} are cached",
-    )
-    reserved = sum(seq.reserved for seq in sequences)
-    _check(reserved <= free + cached, f"{reserved} pages are reserved, free {free} + cached {cached}")
+    sequences = list(sequences)
+    _verify_counts(store)
+    _verify_pages(store, sequences)
+    reserved, available = sum(seq.reserved for seq in sequences), store.available
+    if reserved > available:
+        raise _broken(f"{reserved} pages are reserved, {available} are free or cached")
     for seq in sequences:
         _verify_sequence(store, seq)
     _verify_copies(store, sequences)
 
 
+def _verify_counts(store: PageStore) -> None:
+    pool, total = store.pool, store.pool.num_pages
+    states = Counter(pool.state(page) for page in range(1, total))
+    counted = {state: pool.count(state) for state in PageState}
+    if any(states[state] != counted[state] for state in PageState):
+        raise _broken(f"states of pages {dict(states)} are counted as {counted}")
+    held = sum(states[state] for state in HELD)
+    free, cached, fenced = states[PageState.FREE], states[PageState.CACHED], states[PageState.FENCED]
+    if free + cached + held + fenced != total - 1:
+        raise _broken(f"free {free} + cached {cached} + held {held} + fenced {fenced} is not total {total} - 1")
+    free_pages, cached_pages = pool.free_pages(), store.index.cached_pages()
+    for name, pages, state in (("free", free_pages, PageState.FREE), ("cached", cached_pages, PageState.CACHED)):
+        if set(pages) != {page for page in range(1, total) if pool.state(page) is state} or len(pages) != states[state]:
+            raise _broken(f"the list of {name} pages is {pages}, {states[state]} pages are {name}")
+
+
+def _verify_pages(store: PageStore, sequences: Iterable[Sequence]) -> None:
+    references = Counter(store.readers)
+    for seq in sequences:
+        references.update(seq.pages)
+    for page in range(1, store.pool.num_pages):
+        state, counted = store.pool.state(page), store.pool.references(page)
+        if counted != references[page]:
+            raise _broken(f"page {page} has {counted} references, {references[page]} are in tables")
+        if (counted > 0) != (state in HELD):
+            raise _broken(f"page {page} is {state.value!r} with {counted} holders")
+        node = store.index.node_of(page)
+        keyed = node is not None and node.page == page and node.scope in store.open_scopes
+        if keyed != (state in (PageState.SEALED, PageState.CACHED)) or (node is not None) != keyed:
+            raise _broken(f"page {page} is {state.value!r}, its key is {node}")
+        if (page in store.owner) != (state is not PageState.FREE):
+            raise _broken(f"page {page} is {state.value!r}, its owner is {store.owner.get(page)}")
+
+
 def _verify_sequence(store: PageStore, seq: Sequence) -> None:
     used = seq.written if seq.pending is None else seq.pending.end
     blocks = seq.layout.blocks_before(used)
-    _check(len(seq.pages) == blocks, f"{seq.name} holds {len(seq.pages)} pages for {blocks} blocks")
-    _check(
-        0 <= seq.prefilled <= seq.written <= len(seq.tokens),
-        f"{seq.name}: {seq.prefilled} prefilled, {seq.written} written, {len(seq.tokens)} tokens",
-    )
-    _check(
-        seq.in_turn or not (seq.claims or seq.pending or seq.copy_reserved or seq.branch_reserved),
-        f"{seq.name} is {seq.state.value!r} and still has {len(seq.claims)} claims or a reservation",
-    )
-    _check(all(node.claimant == seq.handle.id for node in seq.claims), f"{seq.name} lost one of its claims")
+    if len(seq.pages) != blocks:
+        raise _broken(f"{seq.name} holds {len(seq.pages)} pages for {blocks} blocks")
+    if not 0 <= seq.prefilled <= seq.written <= len(seq.tokens):
+        raise _broken(f"{seq.name}: {seq.prefilled} prefilled, {seq.written} written, {len(seq.tokens)} tokens")
+    if not seq.in_turn and (seq.claims or seq.pending or seq.copy_reserved or seq.branch_reserved):
+        raise _broken(f"{seq.name} is {seq.state.value!r} and still has a plan, claims or pages set aside")
+    if any(node.claimant != seq.handle.id for node in seq.claims):
+        raise _broken(f"{seq.name} lost one of its {len(seq.claims)} claims")
     for page, scope in zip(seq.pages, seq.layout.scopes, strict=False):
-        _check(
-            store.owner[page].tier is scope.tier,
-            f"{seq.name} uses page {page} of {store.owner[page]} for text of {scope}",
-        )
+        if store.owner[page].tier is not scope.tier:
+            raise _broken(f"{seq.name} uses page {page} of {store.owner[page]} for text of {scope}")
 
 
 def _verify_copies(store: PageStore, sequences: Iterable[Sequence]) -> None:
@@ -164,12 +158,9 @@ def _verify_copies(store: PageStore, sequences: Iterable[Sequence]) -> None:
         holders = store.pool.references(page) - store.readers.get(page, 0)
         one_in_place = holders == len(seqs) and store.pool.state(page) is PageState.FILLING
         have = sum(seq.copy_reserved for seq in seqs)
-        _check(
-            have >= len(seqs) - one_in_place,
-            f"page {page} will be written by {len(seqs)} of {holders} holders, with {have} pages for copies",
-        )
+        if have < len(seqs) - one_in_place:
+            raise _broken(f"page {page} is to be written by {len(seqs)} of {holders} holders, {have} can copy it")
 
 
-def _check(holds: bool, what: str) -> None:
-    if not holds:
-        raise StateError(f"Memory is inconsistent: {what}.")
+def _broken(what: str) -> StateError:
+    return StateError(f"Memory is inconsistent: {what}.")

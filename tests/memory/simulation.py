@@ -147,11 +147,15 @@ class Lab:
                 return computed
 
     def begin(
-        self, handle: SequenceHandle, spans: Sequence[Span], *, new: int = 4, branches: int = 1, scope: Scope | None = None
+        self,
+        handle: SequenceHandle,
+        spans: Sequence[Span],
+        *,
+        new: int = 4,
+        branches: int = 1,
+        scope: Scope | None = None,
     ) -> None:
-        admission = self.memory.begin_turn(
-            handle, spans, max_new_tokens=new, branches=branches, new_scope=scope
-        )
+        admission = self.memory.begin_turn(handle, spans, max_new_tokens=new, branches=branches, new_scope=scope)
         assert admission.admitted, admission
         self.memory.verify()
 
@@ -191,4 +195,4 @@ class Lab:
         assert owners <= set(scopes(spans))
 
     def pages(self, handle: SequenceHandle) -> list[int]:
-        return self.memory.row(handle).page.tolist()
+        return [int(page) for page in self.memory.row(handle).page]

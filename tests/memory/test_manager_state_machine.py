@@ -91,9 +91,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.open.add(scope)
         return scope
 
-    def pick(self, which: int, *phases: str) -> Model | None:
-        able = [model for model in self.live if model.phase in phases]
-        return able[which % len(able)] if able else None
+    def pick(self, which: int, *phases: str) -> Model:
+        able = [model for phase in phases for model in self.live if model.phase == phase]
+        return able[which % len(able)]
 
     # Life
 
@@ -191,7 +191,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def finish_prompts(self) -> None:
         """Whoever waits, somebody can go on."""
         while waiting := [model for model in self.live if model.phase == "prefill"]:
-            assert any([self.prefill_chunk(model, 4) for model in waiting])
+            progress = [self.prefill_chunk(model, 4) for model in waiting]
+            assert any(progress)
 
     @precondition(has("active"))
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
@@ -258,7 +259,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(has("prefill", "active"))
     @rule(which=WHICH, keep=st.sampled_from([True, True, False]), planned=st.booleans())
     def end_turn(self, which: int, keep: bool, planned: bool) -> None:
-        model = self.pick(which, "active") or self.pick(which, "prefill")
+        model = self.pick(which, "active", "prefill")
         keep = keep and model.phase == "active"
         if planned and not keep:
             # The engine planned a step and failed before it could dispatch it.
@@ -379,19 +380,19 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 MemoryMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAnyOrderOfOperations = MemoryMachine.TestCase
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_long_walks_keep_every_invariant(seed):
     """The same machine without the search for small examples: long lives in crowded pools."""
     rng = random.Random(seed)
     machine = MemoryMachine()
     machine.start(rng.randint(12, 40), rng.randint(2, 5), seed % 5 != 4, seed % 3 != 2)
     rare = {"evict_cached": 0.2, "drop": 0.1, "close_scope": 0.02, "release": 0.3}
-    for _ in range(500):
+    for _ in range(300):
         which, really = rng.randint(0, 30), True
         text = tuple(rng.randint(0, 1) for _ in range(rng.randint(1, 7)))
         begin = (
