@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from inms_jax import __version__
-from inms_jax.errors import ConfigError, InmsError
+from inms_jax.errors import InmsError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DEFAULT_SCENARIO = Path("configs/experiments/three_agents.toml")
+DEFAULT_SCENARIO = Path(__file__).parent / "configs/experiments/three_agents.toml"
 ERROR, INTERRUPTED = 2, 130
 
 
@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", parents=[common], help="three agents, the same work without and with sharing; JSON and pictures"
     )
-    demo.add_argument("--config", type=Path, metavar="FILE", help=f"the scenario (default: {DEFAULT_SCENARIO})")
+    demo.add_argument(
+        "--config", type=Path, default=DEFAULT_SCENARIO, metavar="FILE", help=f"default: {DEFAULT_SCENARIO.name}"
+    )
     demo.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
     demo.set_defaults(command=_demo)
 
@@ -94,21 +96,8 @@ def _demo(options: argparse.Namespace) -> None:
 
     from inms_jax.eval.demo import show_demo
 
-    result = show_demo(_scenario_file(options.config), options.out, Console())
+    result = show_demo(options.config, options.out, Console())
     _write_json(options.json, result.to_json())
-
-
-def _scenario_file(asked: Path | None) -> Path:
-    """The file asked for, or the demo's own: in the working directory or in the checkout this code runs from."""
-    if asked is not None:
-        return asked
-    places = [DEFAULT_SCENARIO, Path(__file__).resolve().parent.parent / DEFAULT_SCENARIO]
-    for place in places:
-        if place.is_file():
-            return place
-    raise ConfigError(
-        f"there is no {DEFAULT_SCENARIO} here: run the demo from a checkout, or name a file with --config"
-    )
 
 
 def _generate(options: argparse.Namespace) -> None:
