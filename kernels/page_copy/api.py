@@ -2,9 +2,13 @@
 page.
 """
 
+from typing import Final, cast
+
 from jaxtyping import Array, Int32, Shaped
 
-from inms_jax.kernels.page_copy import xla
+from inms_jax.kernels.choice import call
+
+_IMPLEMENTATIONS: Final = ("xla", "pallas_gpu", "pallas_tpu")
 
 
 def page_copy(
@@ -13,10 +17,13 @@ def page_copy(
     dst: Int32[Array, " C"],
     *,
     num_layers: int,
+    implementation: str | None = None,
 ) -> Shaped[Array, "LP K B H"]:
     """Page `dst[i]` becomes what page `src[i]` was before the call, for all layers.
 
     Lists of fewer than C copies are padded with 0 -> 0, the null page. No page may be in `dst` twice, 0
-    aside. Ids are validated on the host.
+    aside; a page may be in both lists. Ids are validated on the host. In place when the caller donates
+    `pages`. ValueError for an implementation that does not exist.
     """
-    return xla.page_copy(pages, src, dst, num_layers=num_layers)
+    copied = call("page_copy", _IMPLEMENTATIONS, implementation, pages, src, dst, num_layers=num_layers)
+    return cast(Shaped[Array, "LP K B H"], copied)

@@ -4,21 +4,15 @@ A group is a set of rows that read the same pages: a prefill chunk is one group 
 of one row. Knows nothing of models, of sequences or of who may read a page.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from jaxtyping import Array, Float, Int32, Shaped
 
-from inms_jax.kernels.paged_attention import reference, xla
+from inms_jax.kernels.choice import call
 from inms_jax.kernels.state import register_state
 
-_IMPLEMENTATIONS: Final[dict[str, Callable[..., tuple[Array, Array]]]] = {
-    "reference": reference.paged_attention,
-    "xla": xla.paged_attention,
-}
-# The only fast form so far is plain XLA, which runs on every platform.
-_DEFAULT: Final = "xla"
+_IMPLEMENTATIONS: Final = ("reference", "xla", "pallas_gpu", "pallas_tpu")
 
 
 @register_state
@@ -64,10 +58,10 @@ def paged_attention(
     """
     if level.shift is not None and inv_freq is None:
         raise ValueError("paged_attention of a level with shifts needs inv_freq, got None; pass rope frequencies.")
-    name = implementation or _DEFAULT
-    if name not in _IMPLEMENTATIONS:
-        raise ValueError(f"No paged_attention implementation {name!r}; there are {sorted(_IMPLEMENTATIONS)}.")
-    return _IMPLEMENTATIONS[name](
+    found = call(
+        "paged_attention",
+        _IMPLEMENTATIONS,
+        implementation,
         q,
         k,
         v,
@@ -82,3 +76,4 @@ def paged_attention(
         scale=scale,
         inv_freq=inv_freq,
     )
+    return cast(tuple[Float[Array, "G R N H"], Float[Array, "G R N"]], found)
