@@ -20,7 +20,7 @@ class PageStore:
         self.caching = caching
         self.open_scopes: set[Scope] = set()
         self.evictions = 0
-        # Who owns a page and how many slots have been written: for the page map; keys are in the index.
+        # The scope of what is in each page that is not free, and how many planned copies read a page.
         self.owner: dict[int, Scope] = {}
         self.readers: dict[int, int] = {}
 

@@ -153,3 +153,17 @@ def test_a_cancelled_copy_is_not_relied_on():
     assert len(m.pages(a)) == 1
     m.check(b, history)
     m.turn(a, [*history, Span((7,), A)], A)
+
+
+def test_a_hit_gives_back_the_page_set_aside_for_a_copy():
+    m = lab()
+    a, other = m.memory.register(A), m.memory.register(A)
+    history = m.turn(a, [Span((1, 2), A)], A)
+    m.memory.fork(a, B)
+    spans = [*history, Span((3, 4, 5), A)]
+    m.begin(a, spans, new=0)
+    assert m.memory.stats().reserved == 2
+    m.turn(other, spans, A)
+    assert m.memory.match(a).cached_tokens == 4
+    assert m.memory.stats().reserved == 1
+    m.prompt(a, spans)

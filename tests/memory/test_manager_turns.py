@@ -113,6 +113,26 @@ def test_a_page_of_which_nothing_is_kept_is_not_copied():
     assert m.memory.stats().copies == 0
 
 
+def test_pages_are_not_kept_across_a_cut_that_has_moved():
+    m = lab()
+    a = m.memory.register(A)
+    m.turn(a, [SYSTEM, Span((1,), A)], A)
+    spans = [Span(SYSTEM.tokens[:3], T, published=True), Span(SYSTEM.tokens[3:], T, published=True), Span((1,), A)]
+    m.begin(a, spans)
+    assert m.memory.usage(a).kept_tokens == 0
+    m.prompt(a, spans)
+
+
+def test_a_complete_block_is_kept_only_as_the_page_of_its_own_key():
+    m = lab()
+    a, b = m.memory.register(A), m.memory.register(A)
+    m.turn(a, [Span((1, 2, 3, 4), G), Span((5,), A)], A)
+    spans = [Span((1, 2, 3), G), Span((5,), A)]
+    m.turn(a, spans, A)
+    m.begin(b, spans)
+    assert m.memory.match(b).cached_tokens == 3
+
+
 def test_a_closed_page_becomes_shareable_when_later_text_closes_it():
     m = lab()
     a, b = m.memory.register(A), m.memory.register(A)
