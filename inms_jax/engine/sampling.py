@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from inms_jax.config import MAX_LOGPROBS
+from inms_jax.kernels.reduction import ordered_sum
 from inms_jax.kernels.state import register_state
 
 
@@ -66,7 +67,8 @@ def _keep(
     k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
     in_k = jnp.arange(vocab) < k
     kept = jnp.where(in_k, ordered, -jnp.inf)
-    probability = jax.nn.softmax(kept)
+    weight = jnp.exp(kept - kept[0])
+    probability = weight / ordered_sum(weight)
     before = jnp.cumsum(probability) - probability
     in_p = in_k & (before < top_p)
     enough = probability >= min_p * probability[0]

@@ -84,18 +84,21 @@ def test_bits_alone_beside_others_cold_warm_and_after_eviction(llm: LLM) -> None
         cold = converse()
         assert converse() == cold, "warm"
         assert converse(evict=True) == cold, "evicted between turns"
-        others = [
-            group.agent(f"other-{i}", ["system", "decisions", Segment(f"Note {i}. " * (i + 1))]) for i in range(3)
-        ]
-        noise = SamplingParams(max_tokens=60, temperature=1.0, ignore_eos=True)
-        streams = [other.stream(f"Tell me about {i}", noise) for i, other in enumerate(others)]
-        sizes: set[int] = set()
-        llm._core.observers.append(lambda r: sizes.add(r.tokens) if r.kind == "decode" else None)
-        assert converse() == cold, "beside three others"
-        llm._core.observers.clear()
-        assert max(sizes) == 4
-        for stream in streams:
-            stream.close()  # type: ignore[attr-defined]
+        shared = ["system", "decisions"]
+        noise = SamplingParams(max_tokens=200, temperature=1.0, ignore_eos=True)
+        for count in (1, 3, 7):
+            others = [group.agent(f"other-{i}", [*shared, Segment(f"Note {i}. " * (i + 1))]) for i in range(count)]
+            streams = [other.stream(f"Tell me about {i}", noise) for i, other in enumerate(others)]
+            for stream in streams:
+                next(stream)  # everyone is past the prompt
+            sizes: list[int] = []
+            stop = llm.observe(lambda r, to=sizes: to.append(r.tokens) if r.kind == "decode" else None)  # type: ignore[misc]
+            assert converse() == cold, f"beside {count} others"
+            stop()
+            assert sizes.count(count + 1) >= 18, "the agent did not decode together with all others"
+            for stream, other in zip(streams, others, strict=True):
+                stream.close()  # type: ignore[attr-defined]
+                other.close()
         llm.verify()
 
 
