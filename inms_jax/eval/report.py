@@ -16,14 +16,14 @@ def print_report(result: DemoResult, console: Console) -> None:
     console.print(Group(_work(result), _first_tokens(result), *_texts(result), _verdict(result)))
 
 
-def _table(title: str, first: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+def _table(first: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first)
     return table
 
 
 def _work(result: DemoResult) -> RenderableType:
-    table = _table(f"The same work twice ({result.model}, pages of {result.shared.block_size} tokens)", "")
+    table = _table("")
     for mode in result.modes:
         table.add_column(mode.mode, justify="right")
     table.add_column("ratio", justify="right")
@@ -48,13 +48,13 @@ def _work(result: DemoResult) -> RenderableType:
     row("prompt tokens", both("tokens_prompt"), ",.0f")
     row("prompt tokens computed", both("tokens_computed"), ",.0f")
     row("wall time", both("wall_s"), ".1f", " s")
-    table.caption = "ideal: distinct tokens only, as if pages had no edges"
-    table.caption_justify = "left"
-    return table
+    title = f"The same work twice ({result.model}, pages of {result.shared.block_size} tokens)"
+    note = "  ideal: distinct tokens only, as if pages had no edges\n"
+    return Group(Text(title, style="bold"), table, Text(note, style="dim"))
 
 
 def _first_tokens(result: DemoResult) -> RenderableType:
-    table = _table("First turn of each agent", "agent")
+    table = _table("agent")
     table.add_column("context\nat the end", justify="right")
     table.add_column("of which\npublished", justify="right")
     for mode in result.modes:
@@ -65,7 +65,7 @@ def _first_tokens(result: DemoResult) -> RenderableType:
         for agent in (before, after):
             cells += [f"{agent.ttft_s:.2f} s", f"{agent.num_cached_tokens:,}"]
         table.add_row(after.name, *cells)
-    return table
+    return Group(Text("First turn of each agent", style="bold"), table)
 
 
 def _texts(result: DemoResult) -> list[RenderableType]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from inms_jax.errors import ClosedError, ConfigError, StateError
+from inms_jax.errors import ConfigError, StateError
 from inms_jax.eval import demo
 from inms_jax.eval.live import View
 from inms_jax.eval.plots import require_matplotlib
@@ -112,7 +112,7 @@ def test_a_failed_turn_ends_the_run() -> None:
             if agent == "frontend":
                 raise KeyboardInterrupt
 
-    with pytest.raises((KeyboardInterrupt, ClosedError)):
+    with pytest.raises(KeyboardInterrupt):
         run_demo(small_scenario(), tiny_model(), Impatient())
 
 
