@@ -29,6 +29,8 @@ class AgentSnapshot:
     context: tuple[Span, ...]
     kv_tokens: int
     kv_pages: int
+    sequence: SequenceHandle
+    """As `memory_map` names the holders of pages."""
 
 
 Closable = TypeVar("Closable", bound="Handle")
@@ -237,7 +239,7 @@ class Agent(Handle):
         assert self._handle is not None, "an open agent has a sequence"
         context = self._conversation.spans(generate=False) if self._running is None else self._running
         row = self._services.memory.row(self._handle)
-        return AgentSnapshot(tuple(context), int((row.end - row.begin).sum()), len(row.page))
+        return AgentSnapshot(tuple(context), int((row.end - row.begin).sum()), len(row.page), self._handle)
 
     def fork(self, name: str) -> "Agent":
         """A new agent of the same home that has this one's whole conversation, at no copy of any page.
