@@ -12,31 +12,16 @@ splits do not depend on the rows, and slots that a row may not see change nothin
 0 and the correction factor is 1. Sums run in a written-out order.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
-from inms_jax.kernels.reduction import ordered_sum
+from inms_jax.kernels.paged_attention.running import NEVER, Running, absorb, empty, finish, slot_positions
 from inms_jax.kernels.rotation import rotate
-from inms_jax.kernels.storage import decode
 
 # Slots per iteration. 512 was 15% faster for a chunk of 256 rows behind 1,280 tokens and 30% slower for 8
 # single rows. Part of the bits: the same for every program.
 _SPLIT_SLOTS = 256
-# Stands for "no key yet" in the running maximum: finite, so that subtracting it never gives NaN.
-_NOTHING = -1e30
-# Position of a slot that nobody may see, and of a padding row that sees nothing.
-_NEVER = 2**30
-
-
-class _Running(NamedTuple):
-    """Online softmax over the entries so far: maximum, sum of weights, weighted sum of values."""
-
-    top: Float[Array, "G K Q"]
-    total: Float[Array, "G K Q"]
-    mixed: Float[Array, "G K Q H"]
 
 
 def paged_attention(
@@ -61,14 +46,14 @@ def paged_attention(
     rows = max(R * (N // K), 2)  # Q
     split = 1 if shift is not None else max(1, _SPLIT_SLOTS // B)  # entries of one shift per product
     page = jnp.pad(page, ((0, 0), (0, -page.shape[1] % split)))
-    slot_position = _slot_positions(begin, end, position, num_entries, B)
+    slot_position = slot_positions(begin, end, position, num_entries, B)
     slot_position = jnp.pad(
-        slot_position, ((0, 0), (0, page.shape[1] * B - slot_position.shape[1])), constant_values=_NEVER
+        slot_position, ((0, 0), (0, page.shape[1] * B - slot_position.shape[1])), constant_values=NEVER
     )
     wide = q.astype(jnp.float32)
-    plain_queries = _fold_heads(wide * scale, K, rows)
+    plain_queries = fold_heads(wide * scale, K, rows)
 
-    def step(index: Int32[Array, ""], running: _Running) -> _Running:
+    def step(index: Int32[Array, ""], running: Running) -> Running:
         ids = lax.dynamic_slice_in_dim(page, index * split, split, axis=1) + page_offset  # G n
         slots = lax.dynamic_slice_in_dim(slot_position, index * split * B, split * B, axis=1)  # G W
         queries, limit = plain_queries, q_position
@@ -77,81 +62,33 @@ def paged_attention(
             delta = lax.dynamic_index_in_dim(shift, index, axis=2, keepdims=False)  # G R
             angle = -delta.astype(jnp.float32)[..., None] * inv_freq[None, None]
             cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]  # G R 1 h
-            queries = _fold_heads(rotate(wide, cos, sin) * scale, K, rows)
+            queries = fold_heads(rotate(wide, cos, sin) * scale, K, rows)
             limit = q_position - delta
-        # Slots that no row sees may hold NaN, and 0 * NaN would spread.
-        seen = slots <= limit.max(axis=1, keepdims=True)  # G W
-        values = jnp.where(seen[:, None, :, None], _load(v, ids), 0.0)  # G K W H
-        visible = slots[:, None] <= _fold_rows(limit, N // K, rows)[..., None]  # G Q W
-        return _absorb(running, queries, _load(k, ids), values, visible)
+        return absorb(running, queries, k, v, ids, slots, fold_rows(limit, N // K, rows))
 
-    start = _Running(
-        top=jnp.full((G, K, rows), _NOTHING, jnp.float32),
-        total=jnp.zeros((G, K, rows), jnp.float32),
-        mixed=jnp.zeros((G, K, rows, H), jnp.float32),
-    )
-    found = lax.fori_loop(0, lax.div(num_entries + (split - 1), jnp.int32(split)), step, start)
-    divisor = jnp.where(found.total == 0, 1.0, found.total)
-    out = found.mixed / divisor[..., None]
-    lse = jnp.where(found.total == 0, -jnp.inf, found.top + jnp.log(divisor))
-    return _unfold_heads(out, R, N), _unfold_heads(lse[..., None], R, N)[..., 0]
+    found = lax.fori_loop(0, splits(num_entries, split), step, empty(G, K, rows, H))
+    out, lse = finish(found)
+    return unfold_heads(out, R, N), unfold_heads(lse[..., None], R, N)[..., 0]
 
 
-def _slot_positions(
-    begin: Int32[Array, "G M"],
-    end: Int32[Array, "G M"],
-    position: Int32[Array, "G M"],
-    num_entries: Int32[Array, ""],
-    B: int,
-) -> Int32[Array, "G W"]:
-    """Stored position of every slot of every entry in turn; unused slots get one that no row reaches."""
-    slot = jnp.arange(B, dtype=jnp.int32)[None, None]
-    used = (begin[..., None] <= slot) & (slot < end[..., None])
-    used &= (jnp.arange(begin.shape[1], dtype=jnp.int32) < num_entries)[None, :, None]
-    return jnp.where(used, position[..., None] + slot, _NEVER).reshape(begin.shape[0], -1)
+def splits(num_entries: Int32[Array, ""], split: int) -> Int32[Array, ""]:
+    """Iterations that cover `num_entries`, `split` at a time."""
+    return lax.div(num_entries + (split - 1), jnp.int32(split))
 
 
-def _absorb(
-    running: _Running,
-    queries: Float[Array, "G K Q H"],
-    keys: Float[Array, "G K W H"],
-    values: Float[Array, "G K W H"],
-    visible: Bool[Array, "G Q W"],
-) -> _Running:
-    scores = jnp.einsum("gkqh,gkwh->gkqw", queries, keys, precision=lax.Precision.HIGHEST)
-    scores = jnp.where(visible[:, None], scores, -jnp.inf)
-    top = jnp.maximum(running.top, scores.max(axis=-1))
-    weights = jnp.exp(scores - top[..., None])
-    keep = jnp.exp(running.top - top)
-    mixed = jnp.einsum("gkqw,gkwh->gkqh", weights, values, precision=lax.Precision.HIGHEST)
-    return _Running(
-        top=top,
-        total=running.total * keep + ordered_sum(weights),
-        mixed=running.mixed * keep[..., None] + mixed,
-    )
-
-
-def _load(pages: Shaped[Array, "LP K B H"], ids: Int32[Array, "G n"]) -> Float[Array, "G K W H"]:
-    """The pages of one split side by side, in float32. Host code has validated the ids."""
-    G, n = ids.shape
-    _, K, B, H = pages.shape
-    loaded = pages.at[ids].get(mode="promise_in_bounds")  # G n K B H
-    return decode(loaded.transpose(0, 2, 1, 3, 4).reshape(G, K, n * B, H))
-
-
-def _fold_heads(q: Float[Array, "G R N H"], K: int, rows: int) -> Float[Array, "G K Q H"]:
+def fold_heads(q: Float[Array, "G R N H"], K: int, rows: int) -> Float[Array, "G K Q H"]:
     """Rows and the heads that share a kv head become one axis, padded to `rows`."""
     G, R, N, H = q.shape
     folded = q.reshape(G, R, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(G, K, R * (N // K), H)
     return jnp.pad(folded, ((0, 0), (0, 0), (0, rows - folded.shape[2]), (0, 0)))
 
 
-def _fold_rows(limit: Int32[Array, "G R"], per_kv: int, rows: int) -> Int32[Array, "G Q"]:
+def fold_rows(limit: Int32[Array, "G R"], per_kv: int, rows: int) -> Int32[Array, "G Q"]:
     folded = jnp.repeat(limit, per_kv, axis=1)
-    return jnp.pad(folded, ((0, 0), (0, rows - folded.shape[1])), constant_values=-_NEVER)
+    return jnp.pad(folded, ((0, 0), (0, rows - folded.shape[1])), constant_values=-NEVER)
 
 
-def _unfold_heads(x: Float[Array, "G K Q F"], R: int, N: int) -> Float[Array, "G R N F"]:
+def unfold_heads(x: Float[Array, "G K Q F"], R: int, N: int) -> Float[Array, "G R N F"]:
     G, K, _, F = x.shape
     per_kv = N // K
     return x[:, :, : R * per_kv].reshape(G, K, R, per_kv, F).transpose(0, 2, 1, 3, 4).reshape(G, R, N, F)

@@ -1,0 +1,117 @@
+"""One running softmax per row, continued split by split: what the plain XLA forms of paged attention are made of.
+
+Each split is first reduced by itself, from nothing, and then joined to what came before. So a row's bits are a function
+of its splits in order, whoever else is computed with it. Knows nothing of tables, levels or loops.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, Shaped
+
+from inms_jax.kernels.reduction import ordered_sum
+from inms_jax.kernels.storage import decode
+
+# Stands for "no key yet" in the running maximum: finite, so that subtracting it never gives NaN.
+_NOTHING = -1e30
+# Position of a slot that nobody may see, and (negated) of a padding row that sees nothing.
+NEVER = 2**30
+
+
+class Running(NamedTuple):
+    """Online softmax over the splits so far: maximum, sum of weights, weighted sum of values."""
+
+    top: Float[Array, "G K Q"]
+    total: Float[Array, "G K Q"]
+    mixed: Float[Array, "G K Q H"]
+
+
+def empty(G: int, K: int, Q: int, H: int) -> Running:
+    """No key seen yet."""
+    return Running(
+        top=jnp.full((G, K, Q), _NOTHING, jnp.float32),
+        total=jnp.zeros((G, K, Q), jnp.float32),
+        mixed=jnp.zeros((G, K, Q, H), jnp.float32),
+    )
+
+
+def slot_positions(
+    begin: Int32[Array, "G M"],
+    end: Int32[Array, "G M"],
+    position: Int32[Array, "G M"],
+    num_entries: Int32[Array, ""],
+    B: int,
+) -> Int32[Array, "G W"]:
+    """Stored position of every slot of every entry in turn.
+
+    Slots outside begin..end, and those of entries from `num_entries` on, get one that no row reaches.
+    """
+    slot = jnp.arange(B, dtype=jnp.int32)[None, None]
+    counted = (jnp.arange(begin.shape[1], dtype=jnp.int32) < num_entries)[None, :, None]
+    used = (begin[..., None] <= slot) & (slot < end[..., None]) & counted
+    return jnp.where(used, position[..., None] + slot, NEVER).reshape(begin.shape[0], -1)
+
+
+def one_split(
+    queries: Float[Array, "G K Q H"],
+    k: Shaped[Array, "LP K B H"],
+    v: Shaped[Array, "LP K B H"],
+    ids: Int32[Array, "G n"],
+    slots: Int32[Array, "G W"],
+    limit: Int32[Array, "G Q"],
+) -> Running:
+    """The softmax over the n pages of one split alone; a row sees the slots whose position is at most its limit."""
+    keys, values = _load(k, ids), _load(v, ids)
+    # Slots that no row sees may hold NaN, and 0 * NaN would spread.
+    seen = slots <= limit.max(axis=1, keepdims=True)  # G W
+    values = jnp.where(seen[:, None, :, None], values, 0.0)
+    visible = slots[:, None] <= limit[..., None]  # G Q W
+    scores = jnp.einsum("gkqh,gkwh->gkqw", queries, keys, precision=lax.Precision.HIGHEST)
+    scores = jnp.where(visible[:, None], scores, -jnp.inf)
+    top = jnp.maximum(scores.max(axis=-1), _NOTHING)
+    weights = jnp.exp(scores - top[..., None])
+    return Running(
+        top=top,
+        total=ordered_sum(weights),
+        mixed=jnp.einsum("gkqw,gkwh->gkqh", weights, values, precision=lax.Precision.HIGHEST),
+    )
+
+
+def join(before: Running, split: Running) -> Running:
+    """Both together. A split that a row sees nothing of changes nothing, exactly: its factor is 0, the other 1."""
+    top = jnp.maximum(before.top, split.top)
+    keep, add = jnp.exp(before.top - top), jnp.exp(split.top - top)
+    return Running(
+        top=top,
+        total=before.total * keep + split.total * add,
+        mixed=before.mixed * keep[..., None] + split.mixed * add[..., None],
+    )
+
+
+def absorb(
+    running: Running,
+    queries: Float[Array, "G K Q H"],
+    k: Shaped[Array, "LP K B H"],
+    v: Shaped[Array, "LP K B H"],
+    ids: Int32[Array, "G n"],
+    slots: Int32[Array, "G W"],
+    limit: Int32[Array, "G Q"],
+) -> Running:
+    """`running`, continued by one split."""
+    return join(running, one_split(queries, k, v, ids, slots, limit))
+
+
+def finish(running: Running) -> tuple[Float[Array, "G K Q H"], Float[Array, "G K Q"]]:
+    """Output and natural log-sum-exp; (0, -inf) where nothing was seen."""
+    divisor = jnp.where(running.total == 0, 1.0, running.total)
+    lse = jnp.where(running.total == 0, -jnp.inf, running.top + jnp.log(divisor))
+    return running.mixed / divisor[..., None], lse
+
+
+def _load(pages: Shaped[Array, "LP K B H"], ids: Int32[Array, "G n"]) -> Float[Array, "G K W H"]:
+    """The pages of one split side by side, in float32. Host code has validated the ids."""
+    G, n = ids.shape
+    _, K, B, H = pages.shape
+    loaded = pages.at[ids].get(mode="promise_in_bounds")  # G n K B H
+    return decode(loaded.transpose(0, 2, 1, 3, 4).reshape(G, K, n * B, H))
