@@ -4,7 +4,7 @@ The number of tokens an agent has in pages comes from its row of the page table,
 and the prediction from the lengths alone. Runs on the engine thread, as an observer of steps.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from time import monotonic
 
 from inms_jax.agents import Agent, AgentSnapshot
@@ -119,15 +119,15 @@ class Probe:
                 f"{self._llm.config.block_size}: one of the two is wrong"
             )
         if not self._samples or report.held_pages > max(s.held_pages for s in self._samples):
-            self._map = self._cells()
+            self._map = self._cells(states)
         for name, state in states.items():
             self._published[name] = sum(len(span.tokens) for span in state.context if span.published)
         self._samples.append(sample)
         self._llm.verify()
         self._on_step(sample)
 
-    def _cells(self) -> tuple[MapCell, ...]:
-        names = {agent._handle: name for name, agent in self._agents.items()}
+    def _cells(self, states: Mapping[str, AgentSnapshot]) -> tuple[MapCell, ...]:
+        names = {state.sequence: name for name, state in states.items()}
         return tuple(
             MapCell(
                 page=info.page,

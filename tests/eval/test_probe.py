@@ -9,6 +9,7 @@ from inms_jax.eval.results import StepSample
 from inms_jax.eval.three_agents import run_demo
 from inms_jax.memory.plan import Span
 from inms_jax.memory.prediction import predict_pages
+from inms_jax.memory.stats import SequenceHandle
 from inms_jax.memory.tier import Scope
 from tests.eval.work import Recorder, small_scenario
 from tests.tiny import tiny_model
@@ -20,7 +21,7 @@ DECISIONS = Span(tuple(range(50, 55)), GROUP, True, "decisions")
 
 def state(name: str, tokens: int, *spans: Span) -> AgentSnapshot:
     notes = Span(tuple(range(100, 106)), Scope("t", "g", name))
-    return AgentSnapshot((*spans, notes), tokens, 0)
+    return AgentSnapshot((*spans, notes), tokens, 0, SequenceHandle(0, 0))
 
 
 def pages(states: dict[str, AgentSnapshot], *, shared: bool) -> int:
