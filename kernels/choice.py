@@ -36,6 +36,11 @@ def call(operation: str, names: tuple[str, ...], requested: str | None, *args: A
     return _load(operation, last)(*args, **kwargs)
 
 
+def first_choice(requested: str | None) -> str:
+    """The implementation that is asked first."""
+    return requested or _BY_PLATFORM.get(jax.default_backend(), _ELSEWHERE)[0]
+
+
 def _load(operation: str, name: str) -> Callable[..., Any]:
     module = importlib.import_module(f"inms_jax.kernels.{operation}.{name}")
     implementation: Callable[..., Any] = getattr(module, operation)

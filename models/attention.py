@@ -9,8 +9,10 @@ from jaxtyping import Array, Float, Int32
 
 from inms_jax.cache.page_ops import write_tokens
 from inms_jax.cache.page_table import KVPages
+from inms_jax.kernels.choice import first_choice
 from inms_jax.kernels.paged_attention.api import Level, paged_attention
 from inms_jax.kernels.paged_attention.merge import merge_states
+from inms_jax.kernels.paged_attention.shared import shared_attention
 
 
 def attend(
@@ -27,9 +29,16 @@ def attend(
     inv_freq: Float[Array, " h"],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T N H"], KVPages]:
-    """Attention of T rotated queries over all levels, after writing T rotated keys and their values."""
+    """Attention of T rotated queries over all levels, after writing T rotated keys and their values.
+
+    Two levels are decode: what rows share, then one group per row of what it has besides.
+    """
     kv = write_tokens(kv, layer, write_page, write_slot, k, v)
     offset = jnp.asarray(layer * kv.num_pages, jnp.int32)
+    if len(levels) == 2 and first_choice(implementation) == "xla":
+        shared, own = levels
+        out, _ = shared_attention(q, kv.k, kv.v, shared, own, positions, offset, scale=q.shape[-1] ** -0.5)
+        return out.astype(q.dtype), kv
     states = [_read_level(q, kv, offset, positions, level, inv_freq, implementation) for level in levels]
     out, lse = states[0]
     for other_out, other_lse in states[1:]:

@@ -15,12 +15,13 @@ from typing import TypeVar
 import numpy as np
 
 from inms_jax.config import EngineConfig
+from inms_jax.engine.levels import SharedSplits, share, split_entries
 from inms_jax.engine.request import Branch, Request, SampledToken, sampling_key
 from inms_jax.engine.runner import COPY_BUCKET, RowSampling, Runner, StepResult
 from inms_jax.engine.scheduler import PrefillWork, Scheduler, Task
 from inms_jax.errors import AbortedError, ClosedError, InmsError
 from inms_jax.memory.manager import MemoryManager
-from inms_jax.memory.plan import plan_decode, plan_prefill
+from inms_jax.memory.plan import Row, plan_decode, plan_prefill
 from inms_jax.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -47,6 +48,10 @@ class Counters:
     decode_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    pages_needed: int = 0
+    """Pages that the rows of decode steps read, each for itself."""
+    pages_read: int = 0
+    """Pages that decode steps read: one that several rows need counts once."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     requests: int = 0
@@ -230,14 +235,19 @@ class EngineCore:
 
     def _decode(self, batch: list[tuple[Request, Branch]]) -> None:
         slots = [self.memory.decode(branch.handle, branch.token_ids[-1]) for _, branch in batch]
+        size = _bucket(len(batch), self._decode_buckets)
+        rows = [self.memory.row(branch.handle) for _, branch in batch]
+        splits, own = self._share(rows, size)
         plan = plan_decode(
             slots,
-            [self.memory.row(branch.handle) for _, branch in batch],
-            num_rows=_bucket(len(batch), self._decode_buckets),
+            own,
+            num_rows=size,
             num_entries=self._max_entries,
             num_copies=_copies(sum(len(slot.copies) for slot in slots)),
         )
-        result = self.runner.decode(plan)
+        result = self.runner.decode(plan, splits)
+        self.counters.pages_needed += sum(len(row) for row in rows)
+        self.counters.pages_read += splits.pages_read + sum(len(row) for row in own)
         for _, branch in batch:
             self.memory.commit_decode(branch.handle)
         self.counters.decode_steps += 1
@@ -292,7 +302,12 @@ class EngineCore:
             self.runner.choose(result, [_ANY_SAMPLING])
         for size in self._decode_buckets:
             empty = plan_decode([], [], num_rows=size, num_entries=self._max_entries, num_copies=0)
-            self.runner.choose(self.runner.decode(empty), [_ANY_SAMPLING])
+            splits, _ = self._share([], size)
+            self.runner.choose(self.runner.decode(empty, splits), [_ANY_SAMPLING])
+
+    def _share(self, rows: Sequence[Row], size: int) -> tuple[SharedSplits, list[Row]]:
+        split = split_entries(self.memory.block_size)
+        return share(rows, num_rows=size, split=split, max_groups=-(-self._max_entries // split))
 
     def counters_now(self) -> Counters:
         """A copy that does not change."""

@@ -17,8 +17,10 @@ from inms_jax.cache.page_ops import copy_pages
 from inms_jax.cache.page_table import KVPages, PageTable
 from inms_jax.config import MAX_STOP_IDS, EngineConfig
 from inms_jax.engine import sampling
+from inms_jax.engine.levels import SharedSplits
 from inms_jax.engine.request import SampledToken
 from inms_jax.engine.sampling import Greedy, SamplingState
+from inms_jax.kernels.paged_attention.api import Level
 from inms_jax.kernels.state import register_state
 from inms_jax.memory.plan import StepPlan
 from inms_jax.models.config import ModelConfig
@@ -57,6 +59,7 @@ def step(
     params: Any,
     kv: KVPages,
     table: PageTable,
+    shared: Level | None,
     tokens: Int32[Array, " T"],
     positions: Int32[Array, " T"],
     write_page: Int32[Array, " T"],
@@ -66,8 +69,12 @@ def step(
     config: ModelConfig,
     rows_per_group: int,
 ) -> tuple[KVPages, StepResult]:
-    """One forward pass: writes the KV of T tokens, returns logits of Z of them. `kv` is donated."""
-    levels = (table.level(rows_per_group),)
+    """One forward pass: writes the KV of T tokens, returns logits of Z of them. `kv` is donated.
+
+    `shared` is what several rows of a decode batch read before what `table` says of each.
+    """
+    own = table.level(rows_per_group)
+    levels = (own,) if shared is None else (shared, own)
     logits, kv = forward(params, config, tokens, positions, kv, levels, write_page, write_slot, logit_rows)
     return kv, StepResult(logits=logits, greedy=sampling.greedy(logits))
 
@@ -108,14 +115,27 @@ class Runner:
 
     def prefill(self, plan: StepPlan, last_row: int) -> StepResult:
         """One chunk of one sequence; logits of `last_row`, twice (one row alone would round differently)."""
-        return self._step(self._stacked, plan, np.full(2, last_row, np.int32), rows_per_group=len(plan.tokens))
+        rows = np.full(2, last_row, np.int32)
+        return self._step(self._stacked, plan, None, rows, rows_per_group=len(plan.tokens))
 
-    def decode(self, plan: StepPlan) -> StepResult:
-        """One token of each of S sequences; logits of every row."""
+    def decode(self, plan: StepPlan, splits: SharedSplits) -> StepResult:
+        """One token of each of S sequences, which read `splits` together; logits of every row."""
+        shared = Level(
+            rows=jnp.asarray(splits.rows),
+            page=jnp.asarray(splits.page),
+            begin=jnp.asarray(splits.begin),
+            end=jnp.asarray(splits.end),
+            position=jnp.asarray(splits.position),
+            shift=None,
+            num_entries=jnp.asarray(splits.page.shape[1], jnp.int32),
+            num_groups=jnp.asarray(splits.num_groups, jnp.int32),
+        )
         rows = np.arange(len(plan.tokens), dtype=np.int32)
-        return self._step(self._by_layer, plan, rows, rows_per_group=1)
+        return self._step(self._by_layer, plan, shared, rows, rows_per_group=1)
 
-    def _step(self, params: Any, plan: StepPlan, logit_rows: Any, *, rows_per_group: int) -> StepResult:
+    def _step(
+        self, params: Any, plan: StepPlan, shared: Level | None, logit_rows: Any, *, rows_per_group: int
+    ) -> StepResult:
         for start in range(0, len(plan.copy_src), COPY_BUCKET):
             part = slice(start, start + COPY_BUCKET)
             self.kv = copy_pages(self.kv, jnp.asarray(plan.copy_src[part]), jnp.asarray(plan.copy_dst[part]))
@@ -131,6 +151,7 @@ class Runner:
                 shift=jnp.asarray(plan.shift),
                 num_entries=jnp.asarray(plan.num_entries),
             ),
+            shared,
             jnp.asarray(plan.tokens),
             jnp.asarray(plan.positions),
             jnp.asarray(plan.write_page),

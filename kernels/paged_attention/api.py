@@ -34,6 +34,8 @@ class Level:
     position: Int32[Array, "G M"]
     shift: Int32[Array, "G R M"] | None
     num_entries: Int32[Array, ""]
+    num_groups: Int32[Array, ""] | None = None
+    """Groups in use; those at and after it read nothing. None: all."""
 
 
 def paged_attention(
