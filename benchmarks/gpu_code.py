@@ -89,7 +89,7 @@ def machine_code(lowered: Any, capability: int) -> Code:
         compiled = triton.compile(str(source), target=target, options=options)
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        tool = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
         usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return Code(
@@ -128,8 +128,8 @@ def _attention(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     shape, _, shifted = case.shape.partition(", ")
     (G, R), H, M = SHAPES[shape], case.head_dim, _ENTRIES
     N, K = _HEADS[H]
-    pool = jax.ShapeDtypeStruct((_LAYERS * _PAGES, K, case.block_size, H), case.dtype)
-    q = jax.ShapeDtypeStruct((G, R, N, H), case.dtype)
+    pool = _array(case.dtype, _LAYERS * _PAGES, K, case.block_size, H)
+    q = _array(case.dtype, G, R, N, H)
     shift = _ints(G, R, M) if shifted else None
     arguments = (q, pool, pool, *[_ints(G, M)] * 4, shift, _ints(), _ints(G, R), _ints())
 
@@ -153,11 +153,15 @@ def _rope_shift(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def _pool(case: Case) -> jax.ShapeDtypeStruct:
     kv_heads = _HEADS[case.head_dim][1]
-    return jax.ShapeDtypeStruct((_LAYERS * _PAGES, kv_heads, case.block_size, case.head_dim), case.dtype)
+    return _array(case.dtype, _LAYERS * _PAGES, kv_heads, case.block_size, case.head_dim)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+    return _array("int32", *shape)
+
+
+def _array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
 
 def table(rows: list[tuple[Case, Code]]) -> str:

@@ -1,4 +1,6 @@
-"""Writes to the pool: scatter new tokens into their slots, copy pages. Knows nothing of why, or of attention.
+"""Writes to the pool: scatter new tokens into their slots, copy pages, copy them to other positions.
+
+Knows nothing of why, or of attention.
 
 Pure functions; under a jit that donates KVPages they write in place.
 """
@@ -11,6 +13,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from inms_jax.cache.page_table import KVPages
 from inms_jax.kernels.page_copy.api import page_copy
+from inms_jax.kernels.rope_shift.api import rope_shift
 from inms_jax.kernels.storage import encode
 
 
@@ -39,6 +42,24 @@ def copy_pages(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"]) ->
     """
     return KVPages(
         k=page_copy(kv.k, src, dst, num_layers=kv.num_layers),
+        v=page_copy(kv.v, src, dst, num_layers=kv.num_layers),
+        num_layers=kv.num_layers,
+    )
+
+
+@partial(jax.jit, donate_argnames=("kv",))
+def shift_pages(
+    kv: KVPages,
+    src: Int32[Array, " C"],
+    dst: Int32[Array, " C"],
+    delta: Int32[Array, " C"],
+    inv_freq: Float[Array, " h"],
+) -> KVPages:
+    """Copy page `src[i]` to page `dst[i]` in all layers, its keys rotated to stand `delta[i]` positions later;
+    pad with 0 -> 0, delta 0. `kv` is donated. Give the page that was computed, not an earlier shift of it.
+    """
+    return KVPages(
+        k=rope_shift(kv.k, src, dst, delta, inv_freq=inv_freq, num_layers=kv.num_layers),
         v=page_copy(kv.v, src, dst, num_layers=kv.num_layers),
         num_layers=kv.num_layers,
     )

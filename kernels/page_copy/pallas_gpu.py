@@ -36,12 +36,12 @@ def page_copy(
     part = min(_PART // pages.dtype.itemsize, pl.next_power_of_2(size))
     whole = pl.BlockSpec((LP, part), lambda part, layer: (0, part))
     ids = pl.BlockSpec((C,), lambda part, layer: (0,))
-    copied = pl.pallas_call(
+    copied: Array = pl.pallas_call(
         functools.partial(_kernel, per_layer=LP // num_layers, size=size),
         grid=(pl.cdiv(size, part), num_layers),
         in_specs=[ids, ids, whole],
         out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct((LP, size), pages.dtype),
+        out_shape=jax.ShapeDtypeStruct((LP, size), pages.dtype),  # type: ignore[no-untyped-call]
         input_output_aliases={2: 0},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,

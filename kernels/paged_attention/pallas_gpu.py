@@ -114,8 +114,8 @@ def paged_attention(
             at(None, None, None, tiles.rows, where="gsht"),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((G, splits, K, Q, H), jnp.float32),
-            jax.ShapeDtypeStruct((G, splits, K, Q), jnp.float32),
+            jax.ShapeDtypeStruct((G, splits, K, Q, H), jnp.float32),  # type: ignore[no-untyped-call]
+            jax.ShapeDtypeStruct((G, splits, K, Q), jnp.float32),  # type: ignore[no-untyped-call]
         ],
         compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
@@ -226,7 +226,9 @@ def _kernel(
             mixed = plt.dot(weights.astype(values.dtype), values, precision=precision)
             return _Running(top, running.total * keep + weights.sum(axis=1), running.mixed * keep[:, None] + mixed)
 
-        return lax.fori_loop(lax.div(first, tile), lax.div(last + (tile - 1), tile), read_tile, running)
+        tiles = lax.div(first, tile), lax.div(last + (tile - 1), tile)
+        found: _Running = lax.fori_loop(*tiles, read_tile, running)
+        return found
 
     def step(m: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         running, queries, delta = carry

@@ -25,23 +25,24 @@ class _Columns(NamedTuple):
     """Components of a head that a program takes together, as they lie in `[components / lanes, lanes]`."""
 
     start: int
-    count: int
+    size: int
     lane: int
 
     @property
     def padded(self) -> int:
-        """A power of two of at least `count`."""
-        return pl.next_power_of_2(self.count)
+        """A power of two of at least `size`."""
+        return pl.next_power_of_2(self.size)
 
 
 def _columns(H: int, width: int, interleaved: bool) -> tuple[_Columns, ...]:
     """First and second components of the planes, then those that do not turn, if any."""
     half, rest = width // 2, H - width
+    parts: tuple[_Columns, ...]
     if interleaved:
         parts = (_Columns(0, half, 0), _Columns(0, half, 1), _Columns(half, rest // 2, 0), _Columns(half, rest // 2, 1))
     else:
         parts = (_Columns(0, half, 0), _Columns(half, half, 0), _Columns(width, rest, 0))
-    return tuple(part for part in parts if part.count)
+    return tuple(part for part in parts if part.size)
 
 
 def rope_shift(
@@ -71,12 +72,12 @@ def rope_shift(
     ids = pl.BlockSpec((C,), lambda part, head, layer: (0,))
     angles = pl.BlockSpec((C, columns[0].padded), lambda part, head, layer: (0, 0))
     whole = pl.BlockSpec((LP, None, B, 2 * padded, lanes), lambda part, head, layer: (0, head, 0, 0, 0))
-    shifted = pl.pallas_call(
+    shifted: Array = pl.pallas_call(
         functools.partial(_kernel, per_layer=LP // num_layers, slots=slots, columns=columns),
         grid=(B // slots, K, num_layers),
         in_specs=[ids, ids, angles, angles, whole],
         out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct((LP, K, B, H // lanes, lanes), pages.dtype),
+        out_shape=jax.ShapeDtypeStruct((LP, K, B, H // lanes, lanes), pages.dtype),  # type: ignore[no-untyped-call]
         input_output_aliases={4: 0},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -101,7 +102,7 @@ def _kernel(
     rows = pl.ds(pl.program_id(0) * slots, slots)
 
     def part(ref: Any, page: Array, column: _Columns) -> tuple[Any, Array]:
-        inside = jnp.arange(column.padded, dtype=jnp.int32) < column.count
+        inside = jnp.arange(column.padded, dtype=jnp.int32) < column.size
         mask = jnp.broadcast_to(inside[None], (slots, column.padded))
         return ref.at[page + first_page, rows, pl.ds(column.start, column.padded), jnp.int32(column.lane)], mask
 
@@ -109,7 +110,7 @@ def _kernel(
     for i in range(src_ref.shape[0]):
         places = [part(pages_ref, src_ref[i], column) for column in columns]
         held.append([plt.load(place, mask=mask, other=0) for place, mask in places])
-    inside = (jnp.arange(columns[0].padded, dtype=jnp.int32) < columns[0].count)[None]
+    inside = (jnp.arange(columns[0].padded, dtype=jnp.int32) < columns[0].size)[None]
     for i, (first, second, *rest) in enumerate(held):
         cos = plt.load(cos_ref.at[pl.ds(i, 1), :], mask=inside, other=0.0)
         sin = plt.load(sin_ref.at[pl.ds(i, 1), :], mask=inside, other=0.0)
