@@ -14,10 +14,11 @@ import jax
 from inms_jax.config import EngineConfig, SamplingParams, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
 from inms_jax.engine.core import Counters, EngineCore, StepReport
+from inms_jax.engine.levels import split_entries
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import Pending
 from inms_jax.engine.request import Request, TurnStart
-from inms_jax.engine.rounding import agreeing_buckets
+from inms_jax.engine.rounding import agreeing_buckets, shared_rows_agree
 from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
 from inms_jax.engine.services import Services
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
@@ -114,6 +115,10 @@ class LLM:
                     decode_buckets,
                     prefill_buckets,
                 )
+        slots = split_entries(config.block_size) * config.block_size
+        share_reads = not self.deterministic or shared_rows_agree(loaded.config, slots)
+        if not share_reads:
+            log.warning("shared pages are read once per row: on this machine reading them together changes rounding")
         self._core = EngineCore(
             Runner(loaded.config, loaded.params, config, num_pages=num_pages),
             memory,
@@ -122,6 +127,7 @@ class LLM:
             max_model_len=self.max_model_len,
             decode_buckets=decode_buckets,
             prefill_buckets=prefill_buckets,
+            share_reads=share_reads,
         )
         self._encoder = SpanEncoder(loaded.tokenizer, loaded.chat_template)
         self._services = Services(self._core, memory, self._encoder, config)

@@ -71,6 +71,7 @@ class EngineCore:
         max_model_len: int,
         decode_buckets: Sequence[int],
         prefill_buckets: Sequence[int],
+        share_reads: bool,
     ) -> None:
         self.runner = runner
         self.memory = memory
@@ -88,6 +89,7 @@ class EngineCore:
         self._max_entries = -(-max_model_len // config.block_size) + MAX_PUBLISHED + 2
         self._decode_buckets = tuple(decode_buckets)
         self._prefill_buckets = tuple(prefill_buckets)
+        self._share_reads = share_reads
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -307,7 +309,10 @@ class EngineCore:
 
     def _share(self, rows: Sequence[Row], size: int) -> tuple[SharedSplits, list[Row]]:
         split = split_entries(self.memory.block_size)
-        return share(rows, num_rows=size, split=split, max_groups=-(-self._max_entries // split))
+        most = -(-self._max_entries // split)
+        if not self._share_reads:
+            return share([], num_rows=size, split=split, max_groups=most)[0], list(rows)
+        return share(rows, num_rows=size, split=split, max_groups=most)
 
     def counters_now(self) -> Counters:
         """A copy that does not change."""

@@ -21,7 +21,7 @@ _FEWEST_ROWS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedSplits:
-    """U splits of n entries, in an order that every row can follow; `rows[u, s]` is s if row s reads split u, else S."""
+    """U splits of n entries in an order that every row can follow. `rows[u, s]` is s if row s reads split u, else S."""
 
     rows: Int32[np.ndarray, "U S"]
     page: Int32[np.ndarray, "U n"]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inms_jax.kernels.paged_attention.shared import MOST_PRODUCT_ROWS
 from inms_jax.models.config import ModelConfig
 
 
@@ -39,3 +40,27 @@ def agreeing_buckets(model: ModelConfig, buckets: Sequence[int]) -> tuple[int, .
             if any(not np.array_equal(y, e[start : start + size]) for y, e in zip(found, expected, strict=True)):
                 return (buckets[-1],)
     return tuple(buckets)
+
+
+@jax.jit
+def _attention_products(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    exact = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("gkqh,gkwh->gkqw", q, k, precision=exact)
+    return scores, jnp.einsum("gkqw,gkwh->gkqh", scores, k, precision=exact)
+
+
+def shared_rows_agree(model: ModelConfig, slots: int) -> bool:
+    """True if attention products give a row the same bits alone and in the largest product of shared splits."""
+    rng = np.random.default_rng(0)
+    K, H = model.num_kv_heads, model.head_dim
+    alone = max(2, model.num_heads // K)
+    k = rng.standard_normal((1, K, slots, H), np.float32)
+    q = rng.standard_normal((1, K, max(alone, MOST_PRODUCT_ROWS), H), np.float32)
+    many = _attention_products(jnp.asarray(q), jnp.asarray(k))
+    for batch in (1, 2):  # own splits are a batch of rows
+        few = _attention_products(
+            jnp.asarray(np.repeat(q[:, :, :alone], batch, 0)), jnp.asarray(np.repeat(k, batch, 0))
+        )
+        if any(not np.array_equal(a[0, :, :alone], b[0]) for a, b in zip(many, few, strict=True)):
+            return False
+    return True

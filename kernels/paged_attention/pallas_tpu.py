@@ -180,8 +180,8 @@ def _plan(
 
 def _call(
     sizes: _Sizes,
-    prefetched: list[Int32[Array, " n"]],
-    inputs: list[Any],
+    prefetched: list[Array],
+    inputs: list[Array],
     k: Shaped[Array, "LP K X Y"],
     v: Shaped[Array, "LP K X Y"],
     interpret: Any,

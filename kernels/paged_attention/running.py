@@ -72,9 +72,6 @@ def one_split(
     `queries` carry the softmax scale times LOG2_E.
     """
     keys, values = _load(k, ids), _load(v, ids)
-    alone = queries.shape[0] * queries.shape[1] == 1
-    if alone:  # one product by itself rounds differently from one of a batch
-        queries, keys, values = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (queries, keys, values))
     # Slots that no row sees may hold NaN, and 0 * NaN would spread.
     seen = slots <= limit.max(axis=1, keepdims=True)  # G W
     values = jnp.where(seen[:, None, :, None], values, 0.0)
@@ -83,9 +80,11 @@ def one_split(
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     top = jnp.maximum(jnp.ceil(scores.max(axis=-1)), _NOTHING)
     weights = jnp.exp2(scores - top[..., None])
-    mixed = jnp.einsum("gkqw,gkwh->gkqh", weights, values, precision=lax.Precision.HIGHEST)
-    found = Running(top=top, total=ordered_sum(weights), mixed=mixed)
-    return Running(*(x[:, :1] for x in found)) if alone else found
+    return Running(
+        top=top,
+        total=ordered_sum(weights),
+        mixed=jnp.einsum("gkqw,gkwh->gkqh", weights, values, precision=lax.Precision.HIGHEST),
+    )
 
 
 def join(before: Running, split: Running) -> Running:

@@ -14,6 +14,9 @@ from inms_jax.kernels.paged_attention.running import LOG2_E, NEVER, Running, abs
 from inms_jax.kernels.paged_attention.running import slot_positions as positions_of
 from inms_jax.kernels.paged_attention.xla import fold_heads, splits, unfold_heads
 
+# Rows of one product. With a head dim of 32, products of 96 and more rows round differently from smaller ones.
+MOST_PRODUCT_ROWS = 32
+
 
 def shared_attention(
     q: Float[Array, "S N H"],
@@ -40,7 +43,8 @@ def shared_attention(
     split = shared.page.shape[1]  # n
     Q = max(N // K, 2)  # a product of one row rounds differently from all larger ones
     queries = fold_heads(q.astype(jnp.float32)[:, None] * (scale * LOG2_E), K, Q)  # S K Q H
-    every = queries.transpose(1, 0, 2, 3).reshape(1, K, S * Q, H)
+    tile = max(1, MOST_PRODUCT_ROWS // Q)
+    tiles = [queries[at : at + tile].transpose(1, 0, 2, 3).reshape(1, K, -1, H) for at in range(0, S, tile)]
     takes = shared.rows < S  # U S
     shared_slots = positions_of(shared.begin, shared.end, shared.position, jnp.int32(split), B)  # U W
 
@@ -48,12 +52,16 @@ def shared_attention(
         ids = lax.dynamic_slice_in_dim(shared.page, index, 1) + page_offset  # 1 n
         slots = lax.dynamic_slice_in_dim(shared_slots, index, 1)  # 1 W
         limit = jnp.where(lax.dynamic_index_in_dim(takes, index, keepdims=False), q_position, -NEVER)  # S
-        found = one_split(every, k, v, ids, slots, jnp.repeat(limit, Q)[None])
+        found = [
+            one_split(some, k, v, ids, slots, jnp.repeat(limit[at * tile : (at + 1) * tile], Q)[None])
+            for at, some in enumerate(tiles)
+        ]
 
-        def by_row(x: Float[Array, "..."]) -> Float[Array, "..."]:
-            return jnp.moveaxis(x[0].reshape(K, S, Q, *x.shape[3:]), 1, 0)
+        def by_row(*parts: Float[Array, "..."]) -> Float[Array, "..."]:
+            every = jnp.concatenate(parts, axis=2)[0]  # K S*Q ...
+            return jnp.moveaxis(every.reshape(K, S, Q, *every.shape[2:]), 1, 0)
 
-        return join(running, Running(by_row(found.top), by_row(found.total), by_row(found.mixed)))
+        return join(running, Running(*(by_row(*parts) for parts in zip(*found, strict=True))))
 
     padding = -own.page.shape[1] % split
     page = jnp.pad(own.page, ((0, 0), (0, padding)))
