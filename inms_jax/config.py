@@ -52,7 +52,7 @@ class EngineConfig:
     kv_cache_memory: int | str = "1GiB"
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 8
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int = 512
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     deterministic: bool | None = None
@@ -79,8 +79,8 @@ class EngineConfig:
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Row counts of prefill programs: 64 for short turns, the full chunk otherwise."""
-        return tuple(sorted({64, self.max_num_batched_tokens}))
+        """Row counts of prefill programs: powers of two from 64, which round alike on CPU, to the full chunk."""
+        return tuple(1 << i for i in range(6, self.max_num_batched_tokens.bit_length()))
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

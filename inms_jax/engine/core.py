@@ -171,7 +171,7 @@ class EngineCore:
     def _step(self) -> None:
         for request, error in self.scheduler.admit():
             self._end(request, error)
-        work = self.scheduler.next_prefill(self._prefill_buckets[-1])
+        work = self.scheduler.next_prefill(self._prefill_buckets)
         if work is not None:
             self._guard([work.request], lambda: self._prefill(work))
         rows = self.scheduler.decode_rows()

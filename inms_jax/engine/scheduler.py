@@ -4,7 +4,7 @@ Order of service never depends on what is cached. Knows nothing of devices, toke
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inms_jax.engine.request import Branch, Request, flatten
@@ -141,13 +141,13 @@ class Scheduler:
                 f"for at least one new token. Shorten it or raise max_model_len."
             )
 
-    def next_prefill(self, budget: int) -> PrefillWork | None:
+    def next_prefill(self, buckets: Sequence[int]) -> PrefillWork | None:
         """A chunk of the first prompt that can go on; prompts whose next block another one is computing wait."""
         for request in self.prefilling:
             assert request.handle is not None
-            if self.memory.match(request.handle).status == "wait":
-                continue
-            return PrefillWork(request, self.memory.prefill(request.handle, budget))
+            match = self.memory.match(request.handle)
+            if match.status == "ready":
+                return PrefillWork(request, self.memory.prefill(request.handle, chunk_size(match.remaining, buckets)))
         return None
 
     def prefilled(self, request: Request) -> None:
@@ -167,3 +167,11 @@ class Scheduler:
             self.prefilling.remove(request)
         elif request in self.decoding:
             self.decoding.remove(request)
+
+
+def chunk_size(remaining: int, buckets: Sequence[int]) -> int:
+    """Tokens of the next chunk: all that remain if they fill most of a bucket, else one that is filled."""
+    for below, size in zip((0, *buckets), buckets, strict=False):
+        if remaining <= size:
+            return size if not below or 4 * remaining > 3 * size else below
+    return buckets[-1]

@@ -166,7 +166,8 @@ class MemoryManager:
         seq = self._in_prefill(handle)
         self._totals.hit_tokens += self._writer.advance_hits(seq)
         waits = seq.written < seq.context_length and self._writer.is_claimed(seq, seq.layout.block_at(seq.written))
-        return MatchResult("wait" if waits else "ready", seq.cached_tokens)
+        remaining = max(1, seq.context_length - seq.written)
+        return MatchResult("wait" if waits else "ready", seq.cached_tokens, remaining)
 
     @_atomic
     def prefill(self, handle: SequenceHandle, budget: int) -> PrefillChunk:

@@ -33,6 +33,8 @@ class MatchResult:
 
     status: Literal["ready", "wait"]
     cached_tokens: int
+    remaining: int
+    """Tokens of the context that are still to be computed, as things stand."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inms_jax.engine.levels import SharedSplits, share, split_entries
+from inms_jax.engine.scheduler import chunk_size
 from inms_jax.memory.plan import Row
 
 
@@ -54,3 +55,14 @@ def test_an_entry_that_differs_in_length_is_not_shared() -> None:
     splits, own = share([first, second], num_rows=2, split=1, max_groups=8)
     assert splits.num_groups == 1
     assert [row.page.tolist() for row in own] == [[2], [2]]
+
+
+def test_chunks_waste_little() -> None:
+    buckets = (64, 128, 256, 512)
+    for remaining in range(1, 2000):
+        left, padded = remaining, 0
+        while left > 0:
+            size = chunk_size(left, buckets)
+            padded += min(bucket for bucket in buckets if bucket >= min(size, left))
+            left -= size
+        assert remaining <= padded <= max(64, remaining * 4 / 3 + 63)

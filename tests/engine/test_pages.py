@@ -191,12 +191,12 @@ def test_nothing_compiles_after_warmup() -> None:
 
 
 def test_programs_are_counted_by_row_count_only() -> None:
-    """Prefill 64 and 128, decode 2, 4, 8: five step programs whatever the lengths."""
+    """Prefill 64, 128, 256, decode 2, 4, 8: six step programs whatever the lengths."""
     from inms_jax.engine import runner
 
     step: Any = runner.step
 
-    with tiny_llm(num_pages=301, max_num_batched_tokens=128) as llm:
+    with tiny_llm(num_pages=301, max_num_batched_tokens=256) as llm:
         before = step._cache_size()
         churn(llm)
-        assert step._cache_size() - before == 5
+        assert step._cache_size() - before == 6
