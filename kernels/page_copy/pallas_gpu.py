@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int32, Shaped
 
+from inms_jax.kernels.gpu import require_ampere
+
 # Bytes of a page per program: 16 per thread.
 _PART: Final = 2048
 # Every copy's part is in registers at once.
@@ -32,6 +34,8 @@ def page_copy(
     C = src.shape[0]
     if C > MOST_COPIES:
         raise NotImplementedError(f"The GPU page copy takes lists of at most {MOST_COPIES}, got {C}.")
+    if not interpret:
+        require_ampere()
     size = K * B * H
     part = min(_PART // pages.dtype.itemsize, pl.next_power_of_2(size))
     whole = pl.BlockSpec((LP, part), lambda part, layer: (0, part))

@@ -21,12 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int32, Shaped
 
-from inms_jax.kernels.gpu import NEVER, require_tensor_cores, sine_and_cosine
+from inms_jax.kernels.gpu import require_ampere
+from inms_jax.kernels.sincos import sincos
 
 # Slots per split of a single tile of rows. Not a function of the other rows: part of the bits.
 _SPLIT_SLOTS: Final = 512
 # Stands for "no key yet" in the running maximum: finite, so that subtracting it never gives NaN.
 _NOTHING: Final = -1e30
+# Position before every other: a padding row sees nothing.
+_NEVER: Final = 2**30
 _LOG2E: Final = math.log2(math.e)
 
 
@@ -40,12 +43,18 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(rows: int, B: int, H: int, itemsize: int, shifted: bool) -> _Tiles:
-    """By what the compiler reports (docs/gpu_code.md): larger ones spill, and so do rotated queries of a full
-    tile in the registers of 4 warps.
+    """By what the compiler reports (docs/gpu_code.md): larger tiles, or full ones of rotated queries in the
+    registers of 4 warps, spill.
     """
-    wide = H * itemsize > 256  # bytes of one key
-    rows = min(max(16, pl.next_power_of_2(rows)), 32 if wide else 64)
-    return _Tiles(rows=rows, slots=min(B, 32 if wide else 64), warps=8 if shifted and rows * H > 2048 else 4, stages=2)
+    most, slots, warps = 64, 64, 4
+    if itemsize == 4 or H > 128:
+        most, slots, warps = 32, 32, 8
+    if itemsize == 4 and H > 128:
+        most, slots = 16, 16
+    rows = min(max(16, pl.next_power_of_2(rows)), most)
+    if shifted and rows * H > 2048:
+        warps = 8
+    return _Tiles(rows=rows, slots=min(B, slots), warps=warps, stages=2)
 
 
 def paged_attention(
@@ -74,7 +83,7 @@ def paged_attention(
     if B < 16 or B & (B - 1) or H > 256 or H % 2 or k.dtype == jnp.uint16:
         raise NotImplementedError(f"No GPU kernel for pages of {B} slots, heads of {H}, stored as {k.dtype}.")
     if not interpret:
-        require_tensor_cores()
+        require_ampere()
     per_kv = N // K
     Q, wide = R * per_kv, pl.next_power_of_2(H)
     shifted = shift is not None
@@ -171,7 +180,7 @@ def _kernel(
     rows, wide = q_ref.shape
     row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     real = row < num_rows
-    plain_limit = plt.load(limit_ref.at[:], mask=real, other=-NEVER)
+    plain_limit = plt.load(limit_ref.at[:], mask=real, other=-_NEVER)
     num_entries, page_offset = bounds_ref[0], bounds_ref[1]
     # Parts of a head that are multiplied on their own: (first component, components, padded components).
     half = H // 2
@@ -189,7 +198,7 @@ def _kernel(
 
     def rotated(delta: Int32[Array, " q"]) -> tuple[Array, ...]:
         frequency = plt.load(shift_refs[1].at[:], mask=inside, other=0.0)
-        sine, cosine = sine_and_cosine(-delta.astype(jnp.float32)[:, None] * frequency[None])
+        sine, cosine = sincos(-delta.astype(jnp.float32)[:, None] * frequency[None])
         first, second = stored()  # read again: kept, it would take the registers of the tile
         return (
             (first * cosine - second * sine).astype(k_ref.dtype),

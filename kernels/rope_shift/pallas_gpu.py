@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int32, Shaped
 
+from inms_jax.kernels.gpu import require_ampere
+
 # Bytes of a page per program: 16 per thread.
 _PART: Final = 2048
 # Every copy's part is in registers at once.
@@ -64,6 +66,8 @@ def rope_shift(
     C = src.shape[0]
     if C > MOST_COPIES or B & (B - 1) or pages.dtype == jnp.uint16 or (interleaved and H % 2):
         raise NotImplementedError(f"No GPU kernel for {C} pages of {B} slots, heads of {H}, stored as {pages.dtype}.")
+    if not interpret:
+        require_ampere()
     columns = _columns(H, 2 * inv_freq.shape[0] if rotary_dim is None else rotary_dim, interleaved)
     padded = pl.next_power_of_2(H)
     lanes = 2 if interleaved else 1

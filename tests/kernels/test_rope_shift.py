@@ -1,6 +1,7 @@
 """Pages relocated: against a loop, against keys computed anew, and against attention that shifts its queries."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from inms_jax.kernels.storage import decode, encode
 from inms_jax.models.rope import inverse_frequencies
 from tests.oracles import PagedModel, golden
 
-SHIFT = jax.jit(rope_shift, static_argnames=("num_layers", "interleaved", "rotary_dim", "implementation"))
+SHIFT: Any = jax.jit(rope_shift, static_argnames=("num_layers", "interleaved", "rotary_dim", "implementation"))
 LAYERS, P = 2, 6
 # A swap, a page turned in place and copied elsewhere as it was before, padding.
 SRC = np.array([1, 2, 3, 3, 0, 0], np.int32)
@@ -176,6 +177,8 @@ def test_shifts_and_copies_do_not_copy_the_pool():
         kv = jax.eval_shape(lambda n=num_pages: KVPages.create(config, n, 8, jnp.float32, "cpu"))
         shifted = shift_pages.lower(kv, lists, lists, lists, inv_freq).compile().memory_analysis()
         copied = copy_pages.lower(kv, lists, lists).compile().memory_analysis()
+        assert shifted is not None
+        assert copied is not None
         pool = 2 * kv.k.size * 4
         assert shifted.alias_size_in_bytes == copied.alias_size_in_bytes == pool
         temps.append((shifted.temp_size_in_bytes, copied.temp_size_in_bytes))
