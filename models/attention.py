@@ -11,7 +11,7 @@ from inms_jax.cache.page_ops import write_tokens
 from inms_jax.cache.page_table import KVPages
 from inms_jax.kernels.choice import first_choice
 from inms_jax.kernels.paged_attention.api import Level, paged_attention
-from inms_jax.kernels.paged_attention.merge import merge_states
+from inms_jax.kernels.paged_attention.merge import merge_groups, merge_states
 from inms_jax.kernels.paged_attention.shared import shared_attention
 
 
@@ -60,9 +60,9 @@ def _read_level(
     if level.rows is None:
         queries, q_position = q.reshape(G, T // G, N, H), positions.reshape(G, T // G)
     else:
-        queries = q.at[level.rows].get(mode="clip")
-        # A padding row stands before every stored position, so it sees nothing.
-        q_position = jnp.where(level.rows < T, positions.at[level.rows].get(mode="clip"), -(2**30))
+        queries = jnp.broadcast_to(q[None], (G, T, N, H))
+        # A row that is not in the group stands before every stored position there, so it sees nothing.
+        q_position = jnp.where(level.rows < T, positions[None], -(2**30))
     out, lse = paged_attention(
         queries,
         kv.k,
@@ -76,8 +76,4 @@ def _read_level(
     )
     if level.rows is None:
         return out.reshape(T, N, H), lse.reshape(T, N)
-    rows = level.rows.reshape(-1)
-    return (
-        jnp.zeros((T, N, H), jnp.float32).at[rows].set(out.reshape(-1, N, H), mode="drop"),
-        jnp.full((T, N), -jnp.inf, jnp.float32).at[rows].set(lse.reshape(-1, N), mode="drop"),
-    )
+    return merge_groups(out, lse)

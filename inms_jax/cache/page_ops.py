@@ -29,8 +29,12 @@ def write_tokens(
     # An index past the pool: scatter drops it, so padding costs nothing and the null page stays as it is.
     row = jnp.where(write_page == 0, kv.k.shape[0], write_page + layer * kv.num_pages)
 
+    # Heads are indexed too, so that what is scattered are single rows of H: else a TPU program gives the pool another
+    # layout for the scatter, which copies it.
+    heads = jnp.arange(kv.k.shape[1], dtype=jnp.int32)[None]
+
     def put(pages: Shaped[Array, "LP K B H"], new: Float[Array, "T K H"]) -> Shaped[Array, "LP K B H"]:
-        return pages.at[row, :, write_slot].set(encode(new, pages.dtype), mode="drop")
+        return pages.at[row[:, None], heads, write_slot[:, None]].set(encode(new, pages.dtype), mode="drop")
 
     return KVPages(k=put(kv.k, k), v=put(kv.v, v), num_layers=kv.num_layers)
 

@@ -20,11 +20,11 @@ _IMPLEMENTATIONS: Final = ("reference", "xla", "pallas_gpu", "pallas_tpu")
 class Level:
     """The pages that groups of rows read.
 
-    `rows` says which of a step's T query rows are in each group: R = T // G rows each, in order, when None;
-    ids of T or more are padding. Entry m of group g uses slots begin <= j < end of a page whose slot 0 holds
-    the token of stored `position`. `shift` is target minus stored position; None is no shift at all, at no
-    cost. Entries at and after `num_entries`, the largest number that any group uses, are never read, unused
-    ones before it have begin == end.
+    `rows` says which of a step's T query rows are in each group: R = T // G rows each, in order, when None; else R is
+    T and `rows[g, t]` is t where row t is in group g and at least T where it is not, so a row may be in several
+    groups. Entry m of group g uses slots begin <= j < end of a page whose slot 0 holds the token of stored
+    `position`. `shift` is target minus stored position; None is no shift at all, at no cost. Entries at and after
+    `num_entries`, the largest number that any group uses, are never read, unused ones before it have begin == end.
     """
 
     rows: Int32[Array, "G R"] | None
@@ -55,8 +55,8 @@ def paged_attention(
     Slot j of an entry is visible iff begin <= j < end and position + j <= q_position - shift. Rows that see
     nothing give (0, -inf). `q` is rotated to `q_position`; `page_offset` is added to each page id (layer
     times pages per layer). `inv_freq` (H/2 rotary frequencies) is needed when the level has shifts. Slots
-    that no row may see may hold anything, NaN included. A row's bits depend on its own query and entries
-    only. ValueError for an implementation that does not exist.
+    that no row may see may hold anything, NaN included. In plain XLA a row's bits depend on its own query and
+    entries only. ValueError for an implementation that does not exist.
     """
     if level.shift is not None and inv_freq is None:
         raise ValueError("paged_attention of a level with shifts needs inv_freq, got None; pass rope frequencies.")

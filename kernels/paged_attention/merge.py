@@ -22,3 +22,15 @@ def merge_states(
     divisor = jnp.where(total == 0, 1.0, total)
     out = (out_a * weight_a[..., None] + out_b * weight_b[..., None]) / divisor[..., None]
     return out, base + jnp.log(total)
+
+
+def merge_groups(
+    out: Float[Array, "G R N H"], lse: Float[Array, "G R N"]
+) -> tuple[Float[Array, "R N H"], Float[Array, "R N"]]:
+    """Attention of each row over the keys of all G groups; a row that is not in a group brings (0, -inf) there."""
+    top = lse.max(axis=0)
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    weight = jnp.exp(lse - base[None])  # G R N
+    total = weight.sum(axis=0)
+    divisor = jnp.where(total == 0, 1.0, total)
+    return (out * weight[..., None]).sum(axis=0) / divisor[..., None], base + jnp.log(total)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from inms_jax.kernels.paged_attention.merge import merge_states
+from inms_jax.kernels.paged_attention.merge import merge_groups, merge_states
 
 
 def attention(scores, values):
@@ -49,3 +49,19 @@ def test_two_nothings_are_nothing():
     out, lse = merge_states(*nothing, *nothing)
     np.testing.assert_array_equal(out, nothing[0])
     np.testing.assert_array_equal(lse, nothing[1])
+
+
+def test_merging_groups_is_merging_them_one_by_one():
+    rng = np.random.default_rng(2)
+    out, lse = rng.standard_normal((5, 3, 2, 4)), 3 * rng.standard_normal((5, 3, 2))
+    lse[1:4, 0], lse[:, 2] = -np.inf, -np.inf  # a row that is in two groups, one that is in none
+    out[lse == -np.inf] = 0
+    out, lse = as_f32(out, lse)
+    expected = (out[0], lse[0])
+    for g in range(1, 5):
+        expected = merge_states(*expected, out[g], lse[g])
+    found = merge_groups(out, lse)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-6)
+    assert (found[0][2] == 0).all()
+    assert (found[1][2] == -np.inf).all()

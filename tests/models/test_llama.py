@@ -102,7 +102,8 @@ def test_sharing_is_index_aliasing_and_a_write_after_copy_is_invisible(model_par
     assert not np.array_equal(aliased[0], alone[0])
 
 
-def test_levels_partition_what_a_row_reads(model_parts):
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_levels_partition_what_a_row_reads(model_parts, implementation):
     config, params = model_parts
     model = PagedModel(config, params)
     model.prefill(TOKENS[:32], (1, 2))
@@ -110,26 +111,30 @@ def test_levels_partition_what_a_row_reads(model_parts):
     tokens, kv = [5, 6, 7], jax.tree.map(jnp.copy, model.kv)
     expected = model.decode(tokens, rows)
 
-    def entries(*values):
-        return (jnp.asarray(x, jnp.int32) for x in zip(*values, strict=True))
+    def level(rows, table, **rest):
+        page, begin, end, position = (jnp.asarray(x, jnp.int32) for x in np.moveaxis(np.array(table), -1, 0))
+        return Level(rows, page, begin, end, position, None, jnp.int32(page.shape[1]), **rest)
 
-    # Pages 1 and 2 are read once for all three (a padding row among them), then each row its own page.
-    page, begin, end, position = entries((1, 0, 16, 0), (2, 0, 16, 16))
-    shared = Level(
-        rows=jnp.array([[2, 0, 99, 1]], jnp.int32),
-        page=page[None],
-        begin=begin[None],
-        end=end[None],
-        position=position[None],
-        shift=None,
-        num_entries=jnp.int32(2),
+    # Page 1 is read once for all three, page 2 for rows 0 and 2; each row reads the rest by itself. A third group is
+    # not in use.
+    one, two, none = (1, 0, 16, 0), (2, 0, 16, 16), (0, 0, 0, 0)
+    members = jnp.array([[0, 1, 2], [0, 3, 2], [3, 3, 3]], jnp.int32)
+    shared = level(members, [[one], [two], [none]], num_groups=jnp.int32(2))
+    own = level(None, [[(3, 0, 1, 32), none], [two, (4, 0, 1, 32)], [(5, 0, 1, 32), none]])
+    pages, slot, at = jnp.array([3, 4, 5], jnp.int32), jnp.zeros(3, jnp.int32), jnp.full(3, 32, jnp.int32)
+    step = jax.jit(forward, static_argnames=("config", "implementation"))
+    logits, _ = step(
+        params,
+        config,
+        jnp.asarray(tokens, jnp.int32),
+        at,
+        kv,
+        (shared, own),
+        pages,
+        slot,
+        jnp.arange(3, dtype=jnp.int32),
+        implementation=implementation,
     )
-    page, begin, end, position = entries((3, 0, 1, 32), (4, 0, 1, 32), (5, 0, 1, 32))
-    own = Level(None, page[:, None], begin[:, None], end[:, None], position[:, None], None, jnp.int32(1))
-    slot, at = jnp.zeros(3, jnp.int32), jnp.full(3, 32, jnp.int32)
-    step = jax.jit(forward, static_argnames=("config",))
-    every = jnp.arange(3, dtype=jnp.int32)
-    logits, _ = step(params, config, jnp.asarray(tokens, jnp.int32), at, kv, (shared, own), page, slot, every)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
