@@ -21,7 +21,7 @@ from inms_jax.engine.runner import COPY_BUCKET, RowSampling, Runner, StepResult
 from inms_jax.engine.scheduler import PrefillWork, Scheduler, Task
 from inms_jax.errors import AbortedError, ClosedError, InmsError
 from inms_jax.memory.manager import MemoryManager
-from inms_jax.memory.plan import Row, plan_decode, plan_prefill
+from inms_jax.memory.plan import DecodeSlot, Row, plan_decode, plan_prefill
 from inms_jax.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -237,9 +237,21 @@ class EngineCore:
 
     def _decode(self, batch: list[tuple[Request, Branch]]) -> None:
         slots = [self.memory.decode(branch.handle, branch.token_ids[-1]) for _, branch in batch]
-        size = _bucket(len(batch), self._decode_buckets)
         rows = [self.memory.row(branch.handle) for _, branch in batch]
-        splits, own = self._share(rows, size)
+        # Rows that read pages at other positions run by themselves: which program a row takes, and with it its bits,
+        # follows from the row alone.
+        moved = [row.shift is not None for row in rows]
+        for shifted in sorted(set(moved)):
+            some = [i for i, is_moved in enumerate(moved) if is_moved == shifted]
+            self._decode_rows([batch[i] for i in some], [slots[i] for i in some], [rows[i] for i in some], shifted)
+        for request in dict.fromkeys(request for request, _ in batch):
+            self._after_tokens(request)
+
+    def _decode_rows(
+        self, batch: list[tuple[Request, Branch]], slots: list[DecodeSlot], rows: list[Row], shifted: bool
+    ) -> None:
+        size = _bucket(len(batch), self._decode_buckets)
+        splits, own = (None, rows) if shifted else self._share(rows, size)
         plan = plan_decode(
             slots,
             own,
@@ -249,7 +261,7 @@ class EngineCore:
         )
         result = self.runner.decode(plan, splits)
         self.counters.pages_needed += sum(len(row) for row in rows)
-        self.counters.pages_read += splits.pages_read + sum(len(row) for row in own)
+        self.counters.pages_read += (splits.pages_read if splits else 0) + sum(len(row) for row in own)
         for _, branch in batch:
             self.memory.commit_decode(branch.handle)
         self.counters.decode_steps += 1
@@ -258,8 +270,6 @@ class EngineCore:
         chosen = self.runner.choose(result, [_row_sampling(branch) for _, branch in batch])
         for (request, branch), sampled in zip(batch, chosen, strict=True):
             self._add(request, branch, sampled)
-        for request in dict.fromkeys(request for request, _ in batch):
-            self._after_tokens(request)
 
     def _add(self, request: Request, branch: Branch, sampled: SampledToken) -> None:
         branch.add(sampled)

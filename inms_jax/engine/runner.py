@@ -54,7 +54,7 @@ class RowSampling:
     banned: tuple[int, ...]
 
 
-@partial(jax.jit, static_argnames=("config", "rows_per_group"), donate_argnames=("kv",))
+@partial(jax.jit, static_argnames=("config", "rows_per_group", "shifted"), donate_argnames=("kv",))
 def step(
     params: Any,
     kv: KVPages,
@@ -68,12 +68,14 @@ def step(
     *,
     config: ModelConfig,
     rows_per_group: int,
+    shifted: bool,
 ) -> tuple[KVPages, StepResult]:
     """One forward pass: writes the KV of T tokens, returns logits of Z of them. `kv` is donated.
 
-    `shared` is what several rows of a decode batch read before what `table` says of each.
+    `shared` is what several rows of a decode batch read before what `table` says of each. `shifted`: some page is read
+    at another position than it was written at; a table without shifts pays nothing for the possibility.
     """
-    own = table.level(rows_per_group)
+    own = table.level(rows_per_group, shifted=shifted)
     levels = (own,) if shared is None else (shared, own)
     logits, kv = forward(params, config, tokens, positions, kv, levels, write_page, write_slot, logit_rows)
     return kv, StepResult(logits=logits, greedy=sampling.greedy(logits))
@@ -118,8 +120,13 @@ class Runner:
         rows = np.full(2, last_row, np.int32)
         return self._step(self._stacked, plan, None, rows, rows_per_group=len(plan.tokens))
 
-    def decode(self, plan: StepPlan, splits: SharedSplits) -> StepResult:
-        """One token of each of S sequences, which read `splits` together; logits of every row."""
+    def decode(self, plan: StepPlan, splits: SharedSplits | None) -> StepResult:
+        """One token of each of S sequences, which read `splits` together; logits of every row. None: nothing is shared,
+        and rows may have shifts.
+        """
+        rows = np.arange(len(plan.tokens), dtype=np.int32)
+        if splits is None:
+            return self._step(self._by_layer, plan, None, rows, rows_per_group=1)
         shared = Level(
             rows=jnp.asarray(splits.rows),
             page=jnp.asarray(splits.page),
@@ -130,7 +137,6 @@ class Runner:
             num_entries=jnp.asarray(splits.page.shape[1], jnp.int32),
             num_groups=jnp.asarray(splits.num_groups, jnp.int32),
         )
-        rows = np.arange(len(plan.tokens), dtype=np.int32)
         return self._step(self._by_layer, plan, shared, rows, rows_per_group=1)
 
     def _step(
@@ -159,6 +165,7 @@ class Runner:
             jnp.asarray(logit_rows),
             config=self.model,
             rows_per_group=rows_per_group,
+            shifted=bool(plan.shift.any()),
         )
         return result
 

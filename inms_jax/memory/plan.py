@@ -76,6 +76,8 @@ class Row:
     begin: Int32[np.ndarray, " M"]
     end: Int32[np.ndarray, " M"]
     position: Int32[np.ndarray, " M"]
+    shift: Int32[np.ndarray, " M"] | None = None
+    """Target minus stored position of each entry; None where every page is read where it was written."""
 
     def __len__(self) -> int:
         return len(self.page)
@@ -134,9 +136,10 @@ def _plan(
     ):
         if size > bucket:
             raise InvalidRequestError(f"A step of {size} {what} does not fit its bucket of {bucket}.")
-    tables = np.zeros((4, num_rows, num_entries), np.int32)
+    tables = np.zeros((5, num_rows, num_entries), np.int32)
     for s, row in enumerate(rows):
-        for table, values in zip(tables, (row.page, row.begin, row.end, row.position), strict=True):
+        shift = np.zeros(len(row), np.int32) if row.shift is None else row.shift
+        for table, values in zip(tables, (row.page, row.begin, row.end, row.position, shift), strict=True):
             table[s, : len(row)] = values
     tokens, positions, write_page, write_slot = (_pad(column, num_tokens) for column in columns)
     return StepPlan(
@@ -148,7 +151,7 @@ def _plan(
         begin=tables[1],
         end=tables[2],
         position=tables[3],
-        shift=np.zeros((num_rows, num_entries), np.int32),
+        shift=tables[4],
         num_entries=_pad(np.array([len(row) for row in rows], np.int32), num_rows),
         copy_src=_pad(np.array([copy.source for copy in copies], np.int32), num_copies),
         copy_dst=_pad(np.array([copy.destination for copy in copies], np.int32), num_copies),
