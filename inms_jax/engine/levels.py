@@ -68,7 +68,8 @@ def share(rows: Sequence[Row], *, num_rows: int, split: int, max_groups: int) ->
             used += 1
         depth += 1
     own = [Row(*(column[start:] for column in _columns(row))) for row, start in zip(rows, own_from, strict=True)]
-    return SharedSplits(readers, *table, num_groups=used), own
+    page, begin, end, position = table
+    return SharedSplits(readers, page, begin, end, position, used), own
 
 
 def _columns(row: Row) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ def row_of(pages: list[int]) -> Row:
 
 def read_back(splits: SharedSplits, own: list[Row], s: int) -> list[int]:
     shared = [int(p) for u in range(splits.num_groups) if splits.rows[u, s] == s for p in splits.page[u]]
-    return shared + own[s].page.tolist()
+    return shared + [int(p) for p in own[s].page]
 
 
 # Rows as walks in a small tree: equal heads are likely, equal pages after different heads possible.
