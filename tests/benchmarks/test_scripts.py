@@ -1,0 +1,97 @@
+"""The kernel benchmarks run and write what they say they write. Times are read by people, never by tests."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(tmp_path, script, *options):
+    """Output as JSON, and what was printed."""
+    target = tmp_path / "found.json"
+    command = [sys.executable, f"benchmarks/{script}.py", *options, "--json", str(target)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(target.read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("kernels"), "kernels", "--quick")
+
+
+@pytest.fixture(scope="module")
+def accelerator(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("accelerator"), "accelerator", "--tiny")
+
+
+def test_kernels_says_where_it_ran(kernels):
+    found, printed = kernels
+    assert {"cpu", "cores", "jax", "load_average", "date"} <= set(found["machine"])
+    assert len(found["gemm_gflops"]) == 2
+    assert found["quick"] is True
+    for title in ("Decode attention", "Targets", "float32 GEMM"):
+        assert title in printed
+
+
+def test_levels_give_equal_bits_and_count_the_bytes_that_tables_name(kernels):
+    cells = kernels[0]["decode_levels"]
+    assert all(cell["equal_bits"] for cell in cells)
+    by_name = {(cell["agents"], cell["team"], cell["public"]): cell for cell in cells}
+    assert set(by_name) == {(1, 1, 0.0), (1, 1, 0.6), (3, 3, 0.0), (3, 3, 0.6), (4, 2, 0.6)}
+    page = 2 * 4 * 3 * 128 * 64  # keys and values, float32, 3 kv heads
+    # Contexts of 4 pages; 60% of 512 tokens are 2 whole pages.
+    for name, without, with_levels in (
+        ((3, 3, 0.0), 12, 12),
+        ((3, 3, 0.6), 12, 2 + 3 * 2),
+        ((4, 2, 0.6), 16, 2 * 2 + 4 * 2),
+        ((1, 1, 0.6), 4, 4),
+    ):
+        assert (by_name[name]["bytes_none"], by_name[name]["bytes_levels"]) == (without * page, with_levels * page)
+
+
+def test_other_forms_do_the_same_work(kernels):
+    found = kernels[0]
+    assert {(line["form"], line["dtype"]) for line in found["page_loop"]} == {
+        ("gather", "float32"),
+        *((form, dtype) for form in ("loop", "levels") for dtype in ("float32", "bfloat16", "float16")),
+    }
+    assert all(line["close"] for line in found["page_loop"])
+    assert all(line["copied"] for line in found["page_copy"])
+    assert [line["pages"] for line in found["relocation"]] == [1]
+    assert {"what", "target", "found", "met"} == set(found["targets"][0])
+
+
+def test_accelerator_checks_every_kernel(accelerator):
+    found, _ = accelerator
+    assert found["failures"] == {}
+    assert set(found["stages"]) == {"machine", "rates", "checks", "times", "model"}
+    lines = found["stages"]["checks"]["cases"]
+    assert {line["status"] for line in lines} == {"passed"}
+    assert {(line["kernel"], line["implementation"]) for line in lines} == {
+        (kernel, name) for kernel in ("paged_attention", "rope_shift", "page_copy") for name in ("xla", "pallas_gpu")
+    }
+    assert all(line["same_bits"] for line in lines)
+    assert {line["status"] for line in found["stages"]["times"]["cases"]} == {"timed"}
+
+
+def test_accelerator_decodes_both_ways(accelerator):
+    model = accelerator[0]["stages"]["model"]
+    assert model["logits_agree"]
+    assert model["same_bits"]  # on CPU, where sharing promises it
+    page = 2 * 2 * 2 * 4 * 16 * 16  # keys and values, 2 bytes, 2 layers, 4 heads, 16 slots of 16
+    # 8 agents of 16 pages; 60% of 256 tokens are 9 whole pages, of which the first 8 are one split.
+    assert model["independent"]["kv_bytes"] == model["independent"]["kv_bytes_read"] == 8 * 16 * page
+    assert model["shared"]["kv_bytes"] == (9 + 8 * 7) * page
+    assert model["shared"]["kv_bytes_read"] == (8 + 8 * 8) * page
+
+
+def test_accelerator_asks_for_an_accelerator():
+    command = [sys.executable, "benchmarks/accelerator.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--tiny" in done.stderr
