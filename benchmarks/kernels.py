@@ -74,7 +74,7 @@ def sizes(quick: bool) -> Sizes:
         wide=(8, 8192),
         fragments=(1, 4, 16),
         copies=(1, 8, 32),
-        rounds=15,
+        rounds=21,
     )
 
 
