@@ -3,8 +3,9 @@
 Knows nothing of pages: it names scopes and hands contexts to the engine.
 """
 
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -12,9 +13,9 @@ from typing import Any, TypeVar
 from inms_jax.config import SamplingParams, sampling_params
 from inms_jax.engine.conversation import Conversation, Item, ReplyItem, TextItem
 from inms_jax.engine.outputs import RequestOutput
-from inms_jax.engine.pending import Pending
+from inms_jax.engine.pending import AsyncStream, Pending, Stream
 from inms_jax.engine.request import Request, TurnStart
-from inms_jax.engine.segment import Published, Segment
+from inms_jax.engine.segment import Published, Segment, message_parts
 from inms_jax.engine.services import Services
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, VisibilityError
 from inms_jax.memory.manager import SequenceHandle
@@ -38,14 +39,19 @@ ContextItem = str | Segment
 ChatInput = str | Segment | Sequence[dict[str, str] | Segment]
 
 
+def check_name(kind: str, name: Any) -> None:
+    """ConfigError unless `name` can name something."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"the name of a {kind} must be a non-empty string, got {name!r}")
+
+
 class Handle:
     """Something with a name that can be closed, once or several times, and used as a context manager."""
 
     kind = "handle"
 
     def __init__(self, name: str) -> None:
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"the name of a {self.kind} must be a non-empty string, got {name!r}")
+        check_name(self.kind, name)
         self.name = name
         self.closed = False
 
@@ -104,6 +110,7 @@ class Home(Handle):
             return agent
 
     def _require_free(self, name: str) -> None:
+        check_name("agent", name)
         if name in self.agents:
             raise ConfigError(f"agent {name!r} is live in {self.name!r}: close it first or choose another name")
 
@@ -130,7 +137,7 @@ class Agent(Handle):
         super().__init__(name)
         if isinstance(context, str):
             raise InvalidRequestError(f"context must be a list of published names and Segments, got {context!r}")
-        self.home = home
+        self._home = home
         self.turn = 0
         """Turns that ended well."""
         self._history_len = 0
@@ -146,7 +153,8 @@ class Agent(Handle):
         self._conversation.tools = tools
         if parent is None:
             items = [self._conversation.item(self._resolve(part)) for part in context]
-            self._conversation.check(items)  # a context that cannot be rendered fails here, not later
+            # A context that cannot be rendered or is too long fails here, not later.
+            services.core.scheduler.check_context(self._conversation.check(items))
             self._conversation.extend(items)
         services.hold_scope(self.scope)
         self._lineages = [self.scope]
@@ -174,9 +182,9 @@ class Agent(Handle):
         params: SamplingParams | dict[str, Any] | None = None,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Stream:
         """`chat` as an iterator of deltas; leaving it early aborts the turn."""
-        return iter(self._submit(message, params, tools, stream=True))
+        return Stream(self._submit(message, params, tools, stream=True))
 
     async def achat(
         self,
@@ -194,9 +202,9 @@ class Agent(Handle):
         params: SamplingParams | dict[str, Any] | None = None,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncStream:
         """`stream` for asyncio."""
-        return aiter(self._submit(message, params, tools, stream=True))
+        return AsyncStream(self._submit(message, params, tools, stream=True))
 
     def append(self, *parts: str | Segment, role: str | None = None) -> None:
         """Add published names and Segments to the conversation without generating; `role` overrides theirs."""
@@ -212,7 +220,7 @@ class Agent(Handle):
         def extend() -> None:
             self._require_open()
             owned = [self._conversation.own(item) for item in items]
-            self._conversation.check(owned)  # fails before anything changes
+            self._services.core.scheduler.check_context(self._conversation.check(owned))  # before anything changes
             self._conversation.extend(owned)
 
         self._services.core.call(extend, queue=self)
@@ -222,8 +230,12 @@ class Agent(Handle):
     @property
     def full_name(self) -> str:
         """tenant/group/agent, or tenant/agent."""
-        outer = (self.home.outer.name, self.home.name) if self.home.outer else (self.home.name,)
-        return "/".join((*outer, self.name))
+        return "/".join(self._names)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        outer = (self._home.outer.name, self._home.name) if self._home.outer else (self._home.name,)
+        return (*outer, self.name)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -249,16 +261,13 @@ class Agent(Handle):
         self._require_open()
         services = self._services
         with services.lock:
-            self.home._require_open()
-            self.home._require_free(name)
-            self.home.agents[name] = twin = Agent(self.home, name, (), None, parent=self)
+            self._home._require_open()
+            self._home._require_free(name)
+            self._home.agents[name] = twin = Agent(self._home, name, (), None, parent=self)
         try:
             services.core.call(lambda: self._fork_into(twin), queue=self)
         except BaseException:
-            with services.lock:
-                twin.closed = True
-                self.home.agents.pop(name, None)
-            services.drop_scope(twin.scope)
+            twin.close()
             raise
         return twin
 
@@ -285,10 +294,10 @@ class Agent(Handle):
             if self.closed:
                 return
             self.closed = True
-            self.home.agents.pop(self.name, None)
-        if not self._services.core.closed:
+            self._home.agents.pop(self.name, None)
+        with contextlib.suppress(ClosedError):  # a closed engine holds nothing any more
             self._services.core.call(self._release)
-        self.home._member_left()
+        self._home._member_left()
 
     def _release(self) -> None:
         self._services.core.end_queue(self, ClosedError(f"agent {self.name!r} was closed during the turn"))
@@ -307,7 +316,7 @@ class Agent(Handle):
         if chosen.n != 1:
             raise InvalidRequestError(f"an agent's turn has one answer, got n={chosen.n}: use agent.fork for branches")
         items = self._items(message)
-        pending = Pending(self._services.request_id(), self._services.core.abort, stream=stream)
+        pending = Pending(self._services.request_id(), self._services.core.abort, self._services, stream=stream)
         self._services.core.submit(
             Request(
                 pending.request_id,
@@ -329,11 +338,7 @@ class Agent(Handle):
                 continue
             if isinstance(part, str):
                 part = {"role": "user", "content": part}
-            if not isinstance(part, dict) or not {"role", "content"} <= set(part):
-                raise InvalidRequestError(f'a message is a text or {{"role": ..., "content": ...}}, got {part!r}')
-            if not isinstance(part["content"], str) or not part["content"]:
-                raise InvalidRequestError(f"the content of a message must be a non-empty text, got {part['content']!r}")
-            items.append(TextItem(part["role"], part["content"], self._conversation.scope))
+            items.append(TextItem(*message_parts(part), self._conversation.scope))
         if not items:
             raise InvalidRequestError("the prompt is empty: say at least one message")
         return items
@@ -343,7 +348,7 @@ class Agent(Handle):
             return part
         if not isinstance(part, str):
             raise InvalidRequestError(f"a context holds published names and Segments, got {part!r}")
-        visible = self.home.visible()
+        visible = self._home.visible()
         if part in visible:
             return visible[part]
         raise VisibilityError(
@@ -367,7 +372,7 @@ class _Turn:
         self.items = [conversation.own(item) for item in self.items]
         context = conversation.spans(self.items, tools=self.tools, generate=True)
         agent._running = context
-        key = ("agent", agent._services.config.seed, agent.full_name, agent.turn)
+        key: tuple[str | int, ...] = ("agent", agent._services.config.seed, *agent._names, agent.turn)
         return TurnStart(agent._handle, context, conversation.scope, key)
 
     def end_turn(self, request: Request) -> None:

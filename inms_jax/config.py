@@ -1,6 +1,5 @@
 """Frozen, validated settings of an engine and of one request. Knows nothing of models or devices."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from inms_jax.errors import ConfigError, InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 16
+_INT32_MAX = 2**31 - 1
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -98,8 +98,11 @@ def _bad(name: str, value: Any, rule: str) -> InvalidRequestError:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _bad(name, value, "a finite number")
+    """`value` as a float that float32 can hold, neither infinite nor so small that it becomes 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _bad(name, value, "a number")
+    if value != 0 and not 1e-30 <= abs(value) <= 1e30:
+        raise _bad(name, value, "a finite number of ordinary size (0, or 1e-30 to 1e30)")
     return float(value)
 
 
@@ -139,7 +142,7 @@ class SamplingParams:
                 raise _bad(name, value, f"at most {high}")
 
         integer("n", 1, 64)
-        integer("top_k", -1)
+        integer("top_k", -1, _INT32_MAX)
         integer("seed", 0, 2**63 - 1, none=True)
         integer("max_tokens", 1, none=True)
         integer("min_tokens", 0)
@@ -154,12 +157,18 @@ class SamplingParams:
             raise _bad("repetition_penalty", self.repetition_penalty, "> 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        for name in ("stop", "stop_token_ids"):
+            value: Any = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, ())
+            elif not isinstance(value, Sequence):
+                raise _bad(name, value, "a list" if name == "stop_token_ids" else "a text or a list of texts")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if any(not isinstance(text, str) or not text for text in stop):
             raise _bad("stop", self.stop, "one or more non-empty strings")
         object.__setattr__(self, "stop", stop)
         ids = tuple(self.stop_token_ids)
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= _INT32_MAX for i in ids):
             raise _bad("stop_token_ids", self.stop_token_ids, "token ids")
         if len(ids) > MAX_STOP_IDS:
             raise _bad("stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_IDS} token ids")

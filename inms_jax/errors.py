@@ -50,3 +50,7 @@ class TemplateError(InmsError, ValueError):
 
 class AbortedError(InmsError):
     """The request was aborted before it finished; the conversation is as before it."""
+
+
+class EngineError(ClosedError):
+    """The engine thread failed on an internal error and has stopped; the message names it."""

@@ -2,8 +2,7 @@
 
 import logging
 import os
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -11,15 +10,18 @@ from typing import Any
 
 import jax
 
-from inms_jax.config import EngineConfig, SamplingParams, sampling_params
+from inms_jax.agents import check_name
+from inms_jax.config import MAX_STOP_IDS, EngineConfig, SamplingParams, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
-from inms_jax.engine.core import Counters, EngineCore, StepReport
+from inms_jax.engine.core import EngineCore
 from inms_jax.engine.levels import split_entries
 from inms_jax.engine.outputs import RequestOutput
-from inms_jax.engine.pending import Pending
+from inms_jax.engine.pending import AsyncStream, Pending, Stream
+from inms_jax.engine.report import Counters, StepReport
 from inms_jax.engine.request import Request, TurnStart
 from inms_jax.engine.rounding import agreeing_buckets, shared_rows_agree
 from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
+from inms_jax.engine.segment import message_parts
 from inms_jax.engine.services import Services
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
 from inms_jax.memory.fingerprint import CacheIdentity
@@ -82,6 +84,9 @@ class LLM:
         if dtype == "auto":
             dtype = "float32" if on_cpu else "bfloat16"
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype, progress=progress)
+        if len(loaded.tokenizer.eos_ids) > MAX_STOP_IDS:
+            count = len(loaded.tokenizer.eos_ids)
+            raise ConfigError(f"the model has {count} end tokens, at most {MAX_STOP_IDS} are supported")
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.deterministic = on_cpu if config.deterministic is None else config.deterministic
@@ -133,7 +138,6 @@ class LLM:
         self._services = Services(self._core, memory, self._encoder, config)
         self._services.hold_scope(_PLAIN)
         self._tenants: dict[str, Tenant] = {}
-        self._finalizer = weakref.finalize(self, self._core.close)
 
     def _model_len(self, num_pages: int) -> int:
         asked, longest = self.config.max_model_len, self.model_config.max_position_embeddings
@@ -154,13 +158,23 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | dict[str, Any] | None = None
     ) -> list[RequestOutput]:
         """Continue each prompt (a string or {"prompt_token_ids": [...]}); a list, in the order of the prompts."""
-        return [pending.result() for pending in self._submit_all(prompts, sampling_params)]
+        submitted = self._submit_all(prompts, sampling_params)
+        try:
+            return [pending.result() for pending in submitted]
+        finally:
+            for pending in submitted:
+                pending.leave()
 
     async def agenerate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | dict[str, Any] | None = None
     ) -> list[RequestOutput]:
         """`generate` for asyncio."""
-        return [await pending.aresult() for pending in self._submit_all(prompts, sampling_params)]
+        submitted = self._submit_all(prompts, sampling_params)
+        try:
+            return [await pending.aresult() for pending in submitted]
+        finally:
+            for pending in submitted:
+                pending.leave()
 
     def chat(
         self,
@@ -182,17 +196,13 @@ class LLM:
         """`chat` for asyncio."""
         return await self._submit(self._render(messages, tools), sampling_params, 0).aresult()
 
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | dict[str, Any] | None = None
-    ) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | dict[str, Any] | None = None) -> Stream:
         """Continue one prompt as an iterator of deltas; leaving it early aborts the request."""
-        return iter(self._submit(prompt, sampling_params, 0, stream=True))
+        return Stream(self._submit(prompt, sampling_params, 0, stream=True))
 
-    def astream(
-        self, prompt: Prompt, sampling_params: SamplingParams | dict[str, Any] | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    def astream(self, prompt: Prompt, sampling_params: SamplingParams | dict[str, Any] | None = None) -> AsyncStream:
         """`stream` for asyncio."""
-        return aiter(self._submit(prompt, sampling_params, 0, stream=True))
+        return AsyncStream(self._submit(prompt, sampling_params, 0, stream=True))
 
     def abort(self, request_id: str) -> None:
         """End a request; its caller gets AbortedError. Unknown ids are ignored."""
@@ -205,6 +215,7 @@ class LLM:
         with self._services.lock:
             if self._core.closed:
                 raise ClosedError("the engine was closed: create a new LLM")
+            check_name("tenant", name)
             if name in self._tenants:
                 raise ConfigError(f"tenant {name!r} is live: close it first or choose another name")
             self._tenants[name] = tenant = Tenant(self._services, name, self._tenants)
@@ -223,7 +234,12 @@ class LLM:
     def observe(self, observer: Callable[[StepReport], None]) -> Callable[[], None]:
         """Call `observer` on the engine thread after each device step; returns what stops it."""
         self._core.observers.append(observer)
-        return lambda: self._core.observers.remove(observer)
+
+        def stop() -> None:
+            if observer in self._core.observers:
+                self._core.observers.remove(observer)
+
+        return stop
 
     def verify(self) -> None:
         """Check the conservation law and every other invariant of the page pool; raises with the numbers."""
@@ -239,7 +255,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine thread; requests that have not ended fail with ClosedError."""
-        self._finalizer()
+        self._core.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -252,9 +268,9 @@ class LLM:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] | None) -> Prompt:
-        if not messages or any(not {"role", "content"} <= set(m) for m in messages):
-            raise InvalidRequestError('messages must be a non-empty list of {"role": ..., "content": ...}')
-        items = [TextItem(m["role"], m["content"], _PLAIN) for m in messages]
+        if not messages:
+            raise InvalidRequestError("the prompt is empty: say at least one message")
+        items = [TextItem(*message_parts(message), _PLAIN) for message in messages]
         spans = self._encoder.spans(items, _PLAIN, tools=tools, generate=True)
         return {"prompt_token_ids": [token for span in spans for token in span.tokens]}
 
@@ -280,7 +296,7 @@ class LLM:
     ) -> Pending:
         chosen = sampling_params(params)
         tokens = self._tokens(prompt) if tokens is None else tokens
-        pending = Pending(self._services.request_id(), self._core.abort, stream=stream)
+        pending = Pending(self._services.request_id(), self._core.abort, self._services, stream=stream)
         owner = _PlainTurn(self._services.memory, tokens, ("plain", self.config.seed, str(tokens), occurrence))
         text = prompt if isinstance(prompt, str) else None
         self._core.submit(Request(pending.request_id, owner, chosen, pending, prompt=text))

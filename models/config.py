@@ -6,6 +6,7 @@ Knows nothing of arrays, weights or files other than presets, and imports no jax
 """
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,8 +85,8 @@ class RopeConfig:
     scaling: Llama3Scaling | None = None
 
     def __post_init__(self) -> None:
-        if self.theta <= 0:
-            raise ConfigError(f"rope theta must be positive, got {self.theta}.")
+        if not 0 < self.theta < math.inf:
+            raise ConfigError(f"rope theta must be positive and finite, got {self.theta}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

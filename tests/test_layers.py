@@ -22,6 +22,8 @@ HOST = [
     "engine/request.py",
     "engine/scheduler.py",
     "engine/pending.py",
+    "engine/report.py",
+    "engine/levels.py",
     "engine/outputs.py",
 ]
 

@@ -51,20 +51,22 @@ Item = TextItem | TokenItem | ReplyItem
 class SpanEncoder:
     """Text to token spans for one model, remembering what it has encoded (published text comes often)."""
 
-    CACHE_LIMIT = 8192
+    CACHED_CHARACTERS = 16 * 2**20
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self._spans: dict[tuple[str, Scope, str | None], Span] = {}
+        self._characters = 0
 
     def span(self, text: str, scope: Scope, published: str | None = None) -> Span:
         key = (text, scope, published)
         found = self._spans.get(key)
         if found is None:
             found = Span(tuple(self.tokenizer.encode(text)), scope, published is not None, published)
-            if len(self._spans) >= self.CACHE_LIMIT:
-                self._spans.clear()
+            self._characters += len(text)
+            if self._characters > self.CACHED_CHARACTERS:
+                self._spans, self._characters = {}, len(text)
             self._spans[key] = found
         return found
 
@@ -84,20 +86,28 @@ class SpanEncoder:
             for item in items
             if not isinstance(item, TokenItem)
         ]
-        pieces: list[str] = []
+        pieces: Sequence[str] = ()
+        plain: Sequence[str] = ()
         prompt = ""
         if messages or generate:
             split = self.template.split(messages, tools=tools, add_generation_prompt=generate)
-            pieces, prompt = list(split.pieces), split.generation_prompt
+            pieces = plain = split.pieces
+            prompt = split.generation_prompt
+            if tools:
+                plain = self.template.split(messages, add_generation_prompt=generate).pieces
         found: list[Span] = []
-        texts = iter(pieces)
+        texts = iter(zip(pieces, plain, strict=True))
         for item in items:
             if isinstance(item, TokenItem):
                 found.append(Span(item.token_ids, item.scope))
             elif isinstance(item, ReplyItem):
-                found.append(self._reply(next(texts), item))
+                found.append(self._reply(next(texts)[0], item))
             else:
-                found.append(self.span(next(texts), item.scope, item.published))
+                text, as_published = next(texts)
+                if text == as_published:
+                    found.append(self.span(text, item.scope, item.published))
+                else:  # the template wrote tools into it: nobody published those
+                    found.append(self.span(text, reader))
         if prompt:
             found.append(self.span(prompt, reader))
         return self._with_bos([span for span in found if span.tokens])
@@ -161,12 +171,11 @@ class Conversation:
         tools = self.tools if tools is None else tools
         return self.encoder.spans((*self.items, *extra), self.scope, tools=tools, generate=generate)
 
-    def check(self, extra: Sequence[Item]) -> None:
-        """Raise what rendering the conversation with `extra` and a user's message after it would raise."""
+    def check(self, extra: Sequence[Item]) -> list[Span]:
+        """The context with `extra` and a user's message after it; raises what rendering that raises."""
         if self.encoder.template is None:
-            self.spans(extra, generate=False)
-        else:
-            self.spans((*extra, TextItem("user", "?", self.scope)), generate=True)
+            return self.spans(extra, generate=False)
+        return self.spans((*extra, TextItem("user", "?", self.scope)), generate=True)
 
     def extend(self, extra: Sequence[Item]) -> None:
         self.items = (*self.items, *extra)

@@ -4,11 +4,15 @@ Other threads hand it requests, tasks and calls; it batches whatever is there. A
 it and nothing else.
 """
 
+import atexit
+import contextlib
+import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 from typing import TypeVar
 
@@ -16,46 +20,19 @@ import numpy as np
 
 from inms_jax.config import EngineConfig
 from inms_jax.engine.levels import SharedSplits, share, split_entries
-from inms_jax.engine.request import Branch, Request, SampledToken, sampling_key
-from inms_jax.engine.runner import COPY_BUCKET, RowSampling, Runner, StepResult
+from inms_jax.engine.report import Counters, StepReport
+from inms_jax.engine.request import Branch, Request, RowSampling, SampledToken, sampling_key
+from inms_jax.engine.runner import COPY_BUCKET, Runner, StepResult
 from inms_jax.engine.scheduler import PrefillWork, Scheduler, Task
-from inms_jax.errors import AbortedError, ClosedError, InmsError
+from inms_jax.errors import AbortedError, ClosedError, EngineError, InmsError
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import DecodeSlot, Row, plan_decode, plan_prefill
 from inms_jax.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+log = logging.getLogger("inms_jax")
 MAX_PUBLISHED = 64
 """Published segments of one context."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one device step did. `held_pages` is what sequences hold after it."""
-
-    kind: str
-    """ "prefill" or "decode"."""
-    tokens: int
-    """Tokens computed, padding not counted."""
-    held_pages: int
-
-
-@dataclass(slots=True)
-class Counters:
-    """Work done since the start; written by the engine thread."""
-
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    pages_needed: int = 0
-    """Pages that the rows of decode steps read, each for itself."""
-    pages_read: int = 0
-    """Pages that decode steps read: one that several rows need counts once."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    requests: int = 0
-    failed_requests: int = 0
 
 
 class EngineCore:
@@ -93,6 +70,7 @@ class EngineCore:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        atexit.register(_close_at_exit, weakref.ref(self))  # no thread may be inside a program when the process ends
         self._thread = threading.Thread(target=self._loop, name="inms-jax-engine", daemon=True)
         self._thread.start()
 
@@ -125,18 +103,23 @@ class EngineCore:
         return future.result()
 
     def abort(self, request_id: str) -> None:
-        """End a request now; unknown or finished ones are ignored."""
-        self._post(lambda: self._abort(lambda request: request.request_id == request_id))
+        """End a request now; unknown or finished ones, and a closed engine, are ignored."""
+        with contextlib.suppress(ClosedError):
+            self._post(lambda: self._abort(lambda request: request.request_id == request_id))
 
     def end_queue(self, queue: object, error: InmsError) -> None:
         """Fail every request of `queue`. Engine thread only."""
         self._abort(lambda request: request.queue is queue, error)
 
-    def close(self) -> None:
-        """Stop the thread. Requests that have not ended fail with ClosedError."""
+    def stop(self) -> None:
+        """Make the thread end soon; requests that have not ended fail with ClosedError."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    def close(self) -> None:
+        """`stop`, and wait for it."""
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -154,24 +137,40 @@ class EngineCore:
     # ---- engine thread -----------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._inbox or self._stopping) and self.scheduler.idle:
-                    self._wake.wait()
-                commands, self._inbox = self._inbox, deque()
-                stopping = self._stopping
-            for command in commands:
-                command()
-            if stopping:
-                self._abort(lambda _: True, ClosedError("the engine was closed"))
-                self.scheduler.cancel_tasks()
-                return
-            self._step()
+        error: InmsError = ClosedError("the engine was closed")
+        try:
+            while not self._stopping:
+                with self._wake:
+                    while not (self._inbox or self._stopping) and self.scheduler.idle:
+                        self._wake.wait()
+                self._drain()
+                if not self._stopping:
+                    self._step()
+        except BaseException as cause:  # a bug of ours: nobody may wait for ever because of it
+            log.exception("the engine thread failed")
+            error = EngineError(f"the engine stopped on an internal error: {cause!r}; create a new LLM")
+        with self._wake:
+            self._stopping = True
+        self._drain()
+        self._abort(lambda _: True, error)
+        self.scheduler.cancel_tasks()
+        self.runner.release()
+
+    def _drain(self) -> None:
+        with self._wake:
+            commands, self._inbox = self._inbox, deque()
+        for command in commands:
+            command()
 
     def _step(self) -> None:
         for request, error in self.scheduler.admit():
             self._end(request, error)
-        work = self.scheduler.next_prefill(self._prefill_buckets)
+        try:
+            work = self.scheduler.next_prefill(self._prefill_buckets)
+        except Exception as failure:
+            for request in list(self.scheduler.prefilling):
+                self._end(request, failure)
+            work = None
         if work is not None:
             self._guard([work.request], lambda: self._prefill(work))
         rows = self.scheduler.decode_rows()
@@ -184,12 +183,11 @@ class EngineCore:
         try:
             run()
         except Exception as error:
-            if self.runner.kv_lost:
-                requests = self.scheduler.running
-            for request in dict.fromkeys(requests):
+            lost = self.runner.lost_pages(error)
+            for request in self.scheduler.running if lost else dict.fromkeys(requests):
                 if not request.done:
                     self._end(request, error)
-            if self.runner.kv_lost:  # every context can be computed again from its tokens
+            if lost:  # every context can be computed again from its tokens
                 self.memory.clear()
                 self.runner.reset_pages()
 
@@ -230,7 +228,7 @@ class EngineCore:
         self.scheduler.prefilled(request)
         for start in range(0, len(request.branches), 2):  # the step returned the same logits twice
             pair = request.branches[start : start + 2]
-            for branch, sampled in zip(pair, self.runner.choose(result, [_row_sampling(b) for b in pair]), strict=True):
+            for branch, sampled in zip(pair, self.runner.choose(result, [b.row_sampling() for b in pair]), strict=True):
                 self._add(request, branch, sampled)
         request.first_token = monotonic()
         self._after_tokens(request)
@@ -267,7 +265,7 @@ class EngineCore:
         self.counters.decode_steps += 1
         self.counters.decode_tokens += len(batch)
         self._report("decode", len(batch))
-        chosen = self.runner.choose(result, [_row_sampling(branch) for _, branch in batch])
+        chosen = self.runner.choose(result, [branch.row_sampling() for _, branch in batch])
         for (request, branch), sampled in zip(batch, chosen, strict=True):
             self._add(request, branch, sampled)
 
@@ -280,7 +278,7 @@ class EngineCore:
         if not request.unfinished:
             self._end(request, None)
         else:
-            request.listener(request)
+            self._tell(request)
 
     def _abort(self, which: Callable[[Request], bool], error: InmsError | None = None) -> None:
         for request in self.scheduler.requests():
@@ -303,12 +301,23 @@ class EngineCore:
         except Exception as failure:
             request.error = request.error or failure
         request.done = True
-        request.listener(request)
+        self._tell(request)
+
+    def _tell(self, request: Request) -> None:
+        """A listener that fails is its caller's loss, not the engine's."""
+        try:
+            request.listener(request)
+        except Exception:
+            log.exception("the listener of request %r failed", request.request_id)
 
     def warmup(self) -> None:
         """Run every program once, on nothing: no page is read or written. Engine thread, or before it has work."""
+        for copies in (1, 2, 4, 8):
+            size, most = self._decode_buckets[0], self._max_entries
+            empty = plan_decode([], [], num_rows=size, num_entries=most, num_copies=_copies(copies))
+            self.runner.decode(empty, self._share([], size)[0])
         for size in self._prefill_buckets:
-            empty = plan_decode([], [], num_rows=1, num_entries=self._max_entries, num_copies=COPY_BUCKET)
+            empty = plan_decode([], [], num_rows=1, num_entries=self._max_entries, num_copies=0)
             columns = {name: np.zeros(size, np.int32) for name in ("tokens", "positions", "write_page", "write_slot")}
             result = self.runner.prefill(replace(empty, **columns), 0)
             self.runner.choose(result, [_ANY_SAMPLING])
@@ -335,24 +344,6 @@ class EngineCore:
                 observer(report)
 
 
-def _row_sampling(branch: Branch) -> RowSampling | None:
-    """None when the plain argmax is the answer."""
-    params, banned = branch.params, branch.banned
-    if params.greedy and not banned:
-        return None
-    return RowSampling(
-        key=branch.key,
-        token_index=len(branch.token_ids),
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        seen=frozenset(branch.seen) if params.repetition_penalty != 1 else frozenset(),
-        banned=banned,
-    )
-
-
 _ANY_SAMPLING = RowSampling(
     key=(0, 0),
     token_index=0,
@@ -372,5 +363,13 @@ def _bucket(count: int, buckets: Sequence[int]) -> int:
 
 
 def _copies(count: int) -> int:
-    """Length of the padded copy list: whole runs of the copy program."""
+    """Length of the padded copy list: a power of two, or whole runs of the largest copy program."""
+    if count <= COPY_BUCKET:
+        return 1 << (count - 1).bit_length() if count else 0
     return -(-count // COPY_BUCKET) * COPY_BUCKET
+
+
+def _close_at_exit(core: "weakref.ref[EngineCore]") -> None:
+    alive = core()
+    if alive is not None:
+        alive.close()

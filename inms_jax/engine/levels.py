@@ -16,7 +16,8 @@ from inms_jax.memory.plan import Row
 SPLIT_SLOTS = 128
 """Slots of a split. Part of the bits of decode; blocks of 128 and more are splits of their own."""
 _FEWEST_ROWS = 2
-"""Rows that make sharing pay: a split read for two costs the bytes of one (benchmarks/kernels.py)."""
+_SHARED_COST = 0.5
+"""Time of one shared split, in turns of the loop over all rows' own splits (benchmarks/kernels.py: 0.4 to 0.6)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +68,10 @@ def share(rows: Sequence[Row], *, num_rows: int, split: int, max_groups: int) ->
             together.append(members)
             used += 1
         depth += 1
+    lengths = [-(-len(row) // split) for row in rows]
+    left = max((length - start // split for length, start in zip(lengths, own_from, strict=True)), default=0)
+    if used * _SHARED_COST + left >= max(lengths, default=0):  # many small teams: sharing saves bytes and no time
+        readers[:], table[:], used, own_from = num_rows, 0, 0, [0] * len(rows)
     own = [Row(*(column[start:] for column in _columns(row))) for row, start in zip(rows, own_from, strict=True)]
     page, begin, end, position = table
     return SharedSplits(readers, page, begin, end, position, used), own

@@ -26,6 +26,21 @@ class SampledToken:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How to choose the token of one row; `seen` ids are penalised, `banned` ids cannot be chosen."""
+
+    key: tuple[int, int]
+    token_index: int
+    temperature: int | float
+    top_k: int
+    top_p: int | float
+    min_p: int | float
+    repetition_penalty: int | float
+    seen: frozenset[int]
+    banned: tuple[int, ...]
+
+
 def sampling_key(*parts: str | int) -> tuple[int, int]:
     """Two 32-bit words from typed, length-framed parts: the key of a row depends on nothing else."""
     digest = hashlib.blake2b(digest_size=8)
@@ -80,6 +95,23 @@ class Branch:
         if len(self.token_ids) >= self.params.min_tokens:
             return ()
         return (*sorted(self._ends), *self.params.stop_token_ids)
+
+    def row_sampling(self) -> RowSampling | None:
+        """How to choose the next token; None when the plain argmax is the answer."""
+        params, banned = self.params, self.banned
+        if params.greedy and not banned:
+            return None
+        return RowSampling(
+            key=self.key,
+            token_index=len(self.token_ids),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            seen=frozenset(self.seen),
+            banned=banned,
+        )
 
     def add(self, sampled: SampledToken) -> None:
         """Take one generated token: text, log-probabilities, and whether it ends the answer."""
@@ -163,7 +195,7 @@ class Owner(Protocol):
     """Who a request belongs to: gives the context when the turn starts, learns how it ended."""
 
     def start_turn(self) -> TurnStart:
-        """Called by the engine at each try to begin; changes nothing. May raise InmsError."""
+        """Called by the engine once, when the request is the first of its queue. May raise InmsError."""
 
     def end_turn(self, request: "Request") -> None:
         """The turn is over; `request.error` is None when it counts, `request.handle` None if it never began."""
@@ -186,6 +218,8 @@ class Request:
     """Requests of one queue run one after another, in call order (an agent's turns); None = no order."""
     arrival: float = field(default_factory=time.monotonic)
     first_token: float | None = None
+    start: TurnStart | None = None
+    """What the owner gave; the turn begins when its pages can be reserved."""
     handle: SequenceHandle | None = None
     """The sequence, from the moment the turn began."""
     scope: Scope | None = None

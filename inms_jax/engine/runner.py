@@ -18,7 +18,7 @@ from inms_jax.cache.page_table import KVPages, PageTable
 from inms_jax.config import MAX_STOP_IDS, EngineConfig
 from inms_jax.engine import sampling
 from inms_jax.engine.levels import SharedSplits
-from inms_jax.engine.request import SampledToken
+from inms_jax.engine.request import RowSampling, SampledToken
 from inms_jax.engine.sampling import Greedy, SamplingState
 from inms_jax.kernels.paged_attention.api import Level
 from inms_jax.kernels.state import register_state
@@ -27,7 +27,7 @@ from inms_jax.models.config import ModelConfig
 from inms_jax.models.llama import forward, unstack_layers
 
 COPY_BUCKET = 8
-"""Pages of one copy program; a plan has whole multiples of it."""
+"""Pages of the largest copy program; a plan has a power of two up to it, or whole multiples of it."""
 
 
 @register_state
@@ -37,21 +37,6 @@ class StepResult:
 
     logits: Float[Array, "Z V"]
     greedy: Greedy
-
-
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How to choose the token of one row; `seen` ids are penalised, `banned` ids cannot be chosen."""
-
-    key: tuple[int, int]
-    token_index: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    seen: frozenset[int]
-    banned: tuple[int, ...]
 
 
 @partial(jax.jit, static_argnames=("config", "rows_per_group", "shifted"), donate_argnames=("kv",))
@@ -106,10 +91,15 @@ class Runner:
         dtype = kv_dtype(self.config, self._stacked)
         return KVPages.create(self.model, self.num_pages, self.config.block_size, dtype, jax.default_backend())
 
-    @property
-    def kv_lost(self) -> bool:
-        """True after a failed step that had already taken the pages over."""
-        return bool(self.kv.k.is_deleted() or self.kv.v.is_deleted())
+    def lost_pages(self, error: Exception) -> bool:
+        """Whether a failed step may have damaged the pages: it had taken them over, or the device itself failed."""
+        deleted = self.kv.k.is_deleted() or self.kv.v.is_deleted()
+        return bool(deleted or isinstance(error, jax.errors.JaxRuntimeError))
+
+    def release(self) -> None:
+        """Give the device memory back: pages and weights. Nothing runs after it."""
+        self.kv = self._stacked = self._by_layer = None  # type: ignore[assignment]
+        self._no_seen = {}
 
     def reset_pages(self) -> None:
         """Begin with empty pages."""
@@ -190,7 +180,7 @@ class Runner:
             return jnp.asarray(np.array([*values, *[default] * (size - len(rows))], dtype))
 
         key = np.zeros((size, 2), np.uint32)
-        banned = np.full((size, 2 * MAX_STOP_IDS), vocab, np.int32)
+        banned = np.full((size, 2 * MAX_STOP_IDS), vocab, np.int32)  # end tokens of the model, and of the request
         seen = np.zeros((size, vocab), bool) if any(row and row.seen for row in rows) else None
         for i, row in enumerate(rows):
             if row is None:

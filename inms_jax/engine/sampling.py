@@ -70,7 +70,7 @@ def _keep(
     weight = jnp.exp(kept - kept[0])
     probability = weight / ordered_sum(weight)
     before = jnp.cumsum(probability) - probability
-    in_p = in_k & (before < top_p)
+    in_p = (in_k & (before < top_p)).at[0].set(True)
     enough = probability >= min_p * probability[0]
     lowest = jnp.min(jnp.where(in_p & enough, ordered, jnp.inf))
     return scaled >= lowest

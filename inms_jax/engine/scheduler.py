@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from inms_jax.engine.request import Branch, Request, flatten
 from inms_jax.errors import CapacityError, InvalidRequestError
 from inms_jax.memory.manager import MemoryManager, PrefillChunk
+from inms_jax.memory.plan import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +101,13 @@ class Scheduler:
         rows = sum(running.params.n for running in self.running)
         if rows and rows + request.params.n > self.max_num_seqs:
             return False
-        start = request.owner.start_turn()
+        if request.start is None:
+            request.start = request.owner.start_turn()
+            self.check_context(request.start.context)
+        start = request.start
         prompt = flatten(start.context)
-        self.check_prompt(prompt)
         room = self.max_model_len - len(prompt)
         limit = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
-        published = sum(span.published for span in start.context)
-        if published > self.max_published:
-            raise InvalidRequestError(
-                f"the context has {published} published segments, at most {self.max_published} are supported: join some"
-            )
         admission = self.memory.begin_turn(
             start.handle, start.context, max_new_tokens=limit, new_scope=start.scope, branches=request.params.n
         )
@@ -127,6 +125,15 @@ class Scheduler:
         request.key_parts = ("seed", seed) if seed is not None else start.key_parts
         self.prefilling.append(request)
         return True
+
+    def check_context(self, context: Sequence[Span]) -> None:
+        """InvalidRequestError for a context that can never be served. Any thread."""
+        self.check_prompt(flatten(context))
+        published = sum(span.published for span in context)
+        if published > self.max_published:
+            raise InvalidRequestError(
+                f"the context has {published} published segments, at most {self.max_published} are supported: join some"
+            )
 
     def check_prompt(self, prompt: tuple[int, ...]) -> None:
         """InvalidRequestError for a prompt that can never be served. Any thread."""

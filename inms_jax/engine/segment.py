@@ -5,6 +5,7 @@ Knows nothing of pages: `conversation.py` turns segments into token spans.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from inms_jax.errors import InvalidRequestError
 from inms_jax.memory.tier import Scope, Tier
@@ -46,3 +47,15 @@ class Published:
     text: str
     role: str
     scope: Scope
+
+
+def message_parts(message: Any) -> tuple[str, str]:
+    """Role and content of a {"role", "content"} message; InvalidRequestError unless both are non-empty texts."""
+    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        raise InvalidRequestError(f'a message is a text or {{"role": ..., "content": ...}}, got {message!r}')
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(f"the role of a message must be a non-empty text, got {role!r}")
+    if not isinstance(content, str) or not content:
+        raise InvalidRequestError(f"the content of a message must be a non-empty text, got {content!r}")
+    return role, content

@@ -5,6 +5,7 @@ Knows nothing of what tenants and agents are.
 
 import itertools
 import threading
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -15,9 +16,12 @@ from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.tier import Scope
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Services:
-    """Shared by every handle of one LLM. `lock` guards the names; the engine thread never takes it."""
+    """Shared by every handle of one LLM. `lock` guards the names; the engine thread never takes it.
+
+    The engine runs as long as these are alive: the LLM, any handle, or a pending request keeps them so.
+    """
 
     core: EngineCore
     memory: MemoryManager
@@ -28,6 +32,10 @@ class Services:
     _holders: Counter[Scope] = field(default_factory=Counter)
     _scope_lock: threading.Lock = field(default_factory=threading.Lock)
     _requests: itertools.count = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.stop_when_dropped = weakref.finalize(self, self.core.stop)
+        self.stop_when_dropped.atexit = False  # the engine sees to that itself
 
     def unique_id(self, *path: str) -> str:
         """The last name of `path` with its generation: a name used again after close is a new thing."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from time import monotonic
 
 from inms_jax.agents import Agent, AgentSnapshot
-from inms_jax.engine.core import StepReport
+from inms_jax.engine.report import StepReport
 from inms_jax.errors import StateError
 from inms_jax.eval.results import AgentPages, MapCell, StepSample
 from inms_jax.llm import LLM

@@ -21,7 +21,11 @@ _MAX_ITERATIONS: Final = 100_000
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Refuses what would fill memory before any text is seen: large products, powers, widths and counts."""
+    """Refuses the one-step ways to fill memory: large products, powers, widths and counts.
+
+    A hostile template can still double a text many times or nest loops: its output and its ranges are bounded, the
+    memory and time between are not. Load templates of strangers with the process's own limits set.
+    """
 
     intercepted_binops = frozenset({"*", "**", "%"})
 

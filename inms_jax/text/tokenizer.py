@@ -24,6 +24,7 @@ _LLAMA3_SPLIT: Final = (
 _QWEN2_SPLIT: Final = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _CONTROL: Final = 3  # token types of GGUF
 _USER_DEFINED: Final = 4
+_SPARSEST: Final = 16  # ids per token; a table by id is built, which a stranger's file must not make huge
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,10 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.special = special
-        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids, default=-1) + 1
+        if self.vocab_size > _SPARSEST * len(ids) + _SPARSEST:
+            raise ConfigError(f"The tokenizer's {len(ids)} tokens have ids up to {self.vocab_size - 1}: it is damaged.")
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._bytes = _token_bytes(self._backend, json.loads(backend).get("decoder"), added, self.vocab_size)
@@ -68,6 +72,8 @@ class Tokenizer:
         if not tokens or merges is None:
             raise ConfigError("The GGUF file has no tokenizer.ggml.tokens or no tokenizer.ggml.merges.")
         types = get("token_type", [1] * len(tokens))
+        if len(types) != len(tokens):
+            raise ConfigError(f"The GGUF file has {len(tokens)} tokens and {len(types)} token types: it is damaged.")
         vocab = {token: i for i, token in enumerate(tokens)}
         try:
             pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
@@ -144,6 +150,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; names of special tokens in it become those tokens, nothing is added."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"The text is not valid Unicode at character {error.start}: {error.reason}."
+            ) from error
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:

@@ -101,6 +101,8 @@ def _metadata(
         raise ConfigError(
             f"The tokenizer of {config.name!r} has {tokenizer.vocab_size} tokens, the model only {config.vocab_size}."
         )
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"The chat template of {config.name!r} is a {type(template).__name__}, not a text.")
     chat = None if template is None else {"source": template, **names}
     if chat is not None:
         ChatTemplate(**chat)  # refused now rather than after the conversion

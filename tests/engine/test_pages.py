@@ -1,13 +1,18 @@
 """Pages in use: predicted exactly at every step, conserved after every step, shared by index, none left at the end."""
 
+import dataclasses
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inms_jax import LLM, Agent, SamplingParams, Segment
+from inms_jax.errors import ClosedError
 from inms_jax.memory.prediction import Context, Piece, predict_pages
-from tests.tiny import tiny_llm
+from inms_jax.text.chat import ChatTemplate
+from tests.tiny import tiny_llm, tiny_model
 
 SYSTEM = "You are an agent of a web shop. Be brief, exact and polite, and read the decisions first."
 DECISIONS = "Billing listens on port 8443. Orders go through the queue named orders. Money is an integer of cents."
@@ -122,6 +127,61 @@ def test_a_hit_needs_membership() -> None:
         assert cached["same group"] > 100
         assert "scope" not in outputs["other tenant"].miss_reasons, "a reader must not learn that others have its text"
         assert llm.stats().memory.misses["scope"] > 0, "the operator sees why"  # type: ignore[index]
+
+
+def test_tools_that_nobody_published_are_private() -> None:
+    """The template writes tools into the published system message; that piece is then private, whoever guesses it."""
+    qwen = (Path(__file__).parents[1] / "data/chat_templates/qwen2.5.jinja").read_text()
+    model = dataclasses.replace(tiny_model(), chat_template=ChatTemplate(qwen, bos_token="", eos_token="<|im_end|>"))
+
+    def tools(code: str) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "launch", "description": f"code {code}", "parameters": {}}}]
+
+    options: dict[str, Any] = {"block_size": 16, "kv_cache_memory": "8MiB", "max_num_batched_tokens": 64}
+    with LLM(model, **options) as llm, llm.tenant("acme") as tenant:
+        tenant.publish("system", SYSTEM)
+        first, second = tenant.group("g1"), tenant.group("g2")
+        author = first.agent("author", ["system"], tools=tools("7731"))
+        author.chat("hi", GREEDY)
+        assert all(info.tier == 2 for info in llm.memory_map()), "no page with tools in it is shared"
+        guesses = [
+            second.agent(f"spy-{code}", ["system"], tools=tools(code)).chat("hi", GREEDY).num_cached_tokens
+            for code in ("7731", "1234")
+        ]
+        assert guesses == [0, 0]
+        again = author.chat("more", GREEDY).num_cached_tokens
+        assert again > 100, "the author's own prefix is kept"
+        plain = [second.agent(f"plain-{i}", ["system"]).chat("hi", GREEDY).num_cached_tokens for i in range(2)]
+        assert plain[0] == 0
+        assert plain[1] > 80, "without tools the published text is shared"
+
+
+def test_a_fork_that_fails_leaves_nothing_behind() -> None:
+    with tiny_llm() as llm, llm.tenant("acme") as tenant:
+        group = tenant.group("g")
+        group.publish("decisions", DECISIONS)
+        agent = group.agent("a", ["decisions"])
+        stream = agent.stream("hello", SamplingParams(max_tokens=600, ignore_eos=True))
+        next(stream)
+        failures: list[BaseException] = []
+
+        def fork() -> None:
+            try:
+                agent.fork("twin")
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=fork)
+        thread.start()
+        while "twin" not in group.agents:
+            time.sleep(0.001)
+        group.close()
+        agent.close()
+        thread.join()
+        assert isinstance(failures[0], ClosedError)
+        stats = llm.stats().memory
+        assert (stats.held, stats.cached) == (0, 0)
+        assert tenant.group("g").name == "g", "the name is free"
 
 
 def test_plain_requests_and_agents_never_share() -> None:

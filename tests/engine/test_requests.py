@@ -1,19 +1,22 @@
 """One request from outside: sampling values, stops, streams, threads, asyncio, aborts, bad input."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inms_jax import LLM, SamplingParams, Segment, Tier
+from inms_jax import LLM, Agent, SamplingParams, Segment, Tier
 from inms_jax.errors import (
     AbortedError,
     CapacityError,
     ClosedError,
     ConfigError,
+    EngineError,
     InvalidRequestError,
     VisibilityError,
 )
@@ -251,7 +254,7 @@ def test_leaving_a_stream_aborts(llm: LLM) -> None:
         history = agent.token_ids
         stream = agent.stream("second", SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True))
         next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         assert agent.token_ids == history, "an aborted turn leaves the conversation as before it"
         assert agent.turn == 1
         expected = agent.chat("third", GREEDY)
@@ -309,7 +312,7 @@ def test_a_failing_step_fails_its_requests_only(llm: LLM, monkeypatch: pytest.Mo
         agent.chat("first", GREEDY)
         real = llm._core.runner.decode
 
-        def broken(plan: object) -> object:
+        def broken(*plan: object) -> object:
             llm._core.runner.kv.k.delete()
             raise RuntimeError("device lost")
 
@@ -319,6 +322,74 @@ def test_a_failing_step_fails_its_requests_only(llm: LLM, monkeypatch: pytest.Mo
         monkeypatch.setattr(llm._core.runner, "decode", real)
         reference.chat("first", GREEDY)
         assert agent.chat("third", GREEDY).outputs == reference.chat("third", GREEDY).outputs
+
+
+def test_dropping_streams_and_calls_aborts_them(llm: LLM) -> None:
+    endless = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+    never_started = llm.stream(PROMPT, endless)
+    started = llm.stream(PROMPT, endless)
+    next(started)
+    del never_started, started
+    failed = llm.stats().work.failed_requests
+
+    async def cancel() -> None:
+        task = asyncio.create_task(llm.agenerate([PROMPT] * 4, endless))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    llm._core.call(lambda: None)
+    assert not llm._core.scheduler.requests()
+    assert llm.stats().work.failed_requests - failed >= 4
+
+
+def test_an_internal_error_answers_everyone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A bug of ours in the step loop: callers get an error that names it, nobody waits for ever."""
+    dying = tiny_llm()
+    streams = [dying.stream(PROMPT, SamplingParams(max_tokens=900, ignore_eos=True)) for _ in range(2)]
+    next(streams[0])
+
+    def bug(*_: object) -> list[object]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(dying._core.scheduler, "decode_rows", bug)
+    for stream in streams:
+        with pytest.raises(EngineError, match="a bug"):
+            list(stream)
+    with pytest.raises(ClosedError):
+        dying.generate(PROMPT)
+    assert "engine thread failed" in caplog.text
+
+
+def test_a_listener_that_fails_harms_nobody(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    stream = llm.stream(PROMPT, GREEDY)
+
+    def broken() -> None:
+        raise RuntimeError("event loop is gone")
+
+    stream._pending.wake = broken
+    assert len(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids) == 12
+    assert "listener" in caplog.text
+
+
+def test_handles_keep_the_engine_alive() -> None:
+    def make() -> Agent:
+        return tiny_llm().tenant("t").agent("a")
+
+    agent = make()
+    gc.collect()
+    assert agent.chat("hello", GREEDY).finished
+    assert len(list(tiny_llm().stream(PROMPT, GREEDY))) == 12
+    core = weakref.ref(agent._services.core)
+    thread = agent._services.core._thread
+    del agent
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive(), "dropped by everyone, the engine stops"
+    gc.collect()
+    assert core() is None
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
@@ -342,6 +413,36 @@ def test_bad_prompts(llm: LLM, prompt: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.chat([{"role": "user", "content": None}]), "non-empty text, got None"),
+        (lambda llm: llm.chat([]), "empty"),
+        (lambda llm: llm.generate("half a pair: \ud800"), "not valid Unicode at character 13"),
+        (lambda llm: llm.tenant(""), "non-empty string"),
+    ],
+)
+def test_input_of_the_wrong_kind(llm: LLM, call: Any, message: str) -> None:
+    with pytest.raises((InvalidRequestError, ConfigError), match=message):
+        call(llm)
+
+
+def test_append_refuses_what_no_turn_could_serve(llm: LLM) -> None:
+    with llm.tenant("t") as tenant:
+        agent = tenant.agent("a")
+        agent.chat("first", GREEDY)
+        before = agent.token_ids
+        with pytest.raises(InvalidRequestError, match="999999 is out of range"):
+            agent.append(Segment([999999]))
+        with pytest.raises(InvalidRequestError, match=r"\d+ tokens and max_model_len is 1024"):
+            agent.append(Segment("x" * 2000))
+        assert agent.token_ids == before
+        assert agent.chat("second", GREEDY).finished
+        with pytest.raises(InvalidRequestError, match="max_model_len is 1024"):
+            tenant.agent("b", [Segment("x" * 2000)])
+        assert tenant.agent("b").chat("hi", GREEDY).finished, "a refused agent leaves its name free"
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"temperature": -0.1}, "temperature must be >= 0, got -0.1"),
@@ -356,6 +457,10 @@ def test_bad_prompts(llm: LLM, prompt: Any, message: str) -> None:
         ({"stop": [""]}, "non-empty"),
         ({"stop_token_ids": [-4]}, "token ids"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"temperature": 10**400}, "ordinary size"),
+        ({"top_p": 1e-46}, "ordinary size"),
+        ({"top_k": 2**31}, "top_k must be at most"),
+        ({"stop_token_ids": [2**31]}, "token ids"),
         ({"best_of": 3}, r"unknown sampling value\(s\) \['best_of'\]"),
     ],
 )

@@ -97,7 +97,7 @@ def test_bits_alone_beside_others_cold_warm_and_after_eviction(llm: LLM) -> None
             stop()
             assert sizes.count(count + 1) >= 18, "the agent did not decode together with all others"
             for stream, other in zip(streams, others, strict=True):
-                stream.close()  # type: ignore[attr-defined]
+                stream.close()
                 other.close()
         llm.verify()
 

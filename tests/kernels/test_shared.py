@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inms_jax.engine.levels import share, split_entries
 from inms_jax.kernels.paged_attention.api import Level
@@ -130,3 +132,30 @@ def test_stale_slots_and_unused_pages_may_hold_nan() -> None:
     poisoned = attend(q, k, v, rows, 4)
     assert clean[2] == poisoned[2] == 1
     np.testing.assert_array_equal(clean[0], poisoned[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    common=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    seed=st.integers(0, 2**31),
+    last=st.integers(1, 16),
+)
+def test_levels_equal_no_levels_on_any_table(common: list[int], seed: int, last: int) -> None:
+    """Tables of up to 8 rows on one tree, with any last slot."""
+    rng = np.random.default_rng(seed)
+    rows = make_rows(rng, len(common), 16, common)
+    for row in rows:
+        row.end[-1] = last
+    k, v = (rng.standard_normal((64, 2, 16, 16)).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((len(rows), 4, 16)).astype(np.float32)
+    out, lse, _ = attend(q, k, v, rows, 8)
+    plain, plain_lse, _ = attend(q, k, v, rows, 8, sharing=False)
+    np.testing.assert_array_equal(out, plain)
+    np.testing.assert_array_equal(lse, plain_lse)
+    for s, row in enumerate(rows):
+        entries = {"page": row.page, "begin": row.begin, "end": row.end, "position": row.position}
+        position = np.array([[row.position[-1] + last - 1]])
+        expected, _ = dense_attention(
+            q[None, s : s + 1], k, v, {n: x[None] for n, x in entries.items()}, position, scale=0.25
+        )
+        np.testing.assert_allclose(out[s], expected[0, 0], atol=1e-5)

@@ -1,0 +1,32 @@
+"""What the engine says of its work: a report per device step, and counters since the start. Plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one device step did. `held_pages` is what sequences hold after it."""
+
+    kind: str
+    """ "prefill" or "decode"."""
+    tokens: int
+    """Tokens computed, padding not counted."""
+    held_pages: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Work done since the start; written by the engine thread."""
+
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    pages_needed: int = 0
+    """Pages that the rows of decode steps read, each for itself."""
+    pages_read: int = 0
+    """Pages that decode steps read: one that several rows need counts once."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    requests: int = 0
+    failed_requests: int = 0
