@@ -1,10 +1,10 @@
 """No TPU kernel copies the pool: compiled for chips that are not there, temporaries are small and equal for two pools.
 
-Needs libtpu, which the dev extra brings to Linux on x86-64.
+Needs libtpu, which `make test` installs aside, under `.venv/aot`, on Linux x86-64.
 """
 
 import functools
-import importlib.util
+import importlib.machinery
 import json
 import os
 import subprocess
@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 CHIPS = ("v5e", "v6e")
+AOT = str(Path(sys.prefix) / "aot")
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="NOT TESTED: that TPU kernels compile and copy no pool. libtpu cannot be imported; "
-    "`pip install -e '.[dev]'` brings it on Linux x86-64.",
+    importlib.machinery.PathFinder.find_spec("libtpu", [AOT, *sys.path]) is None,
+    reason="NOT TESTED: that TPU kernels compile and copy no pool. There is no libtpu; "
+    "`make test` brings it on Linux x86-64.",
 )
 
 
@@ -28,8 +29,13 @@ def compile_all(*arguments: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.tpu_aot", *arguments],
         cwd=Path(__file__).parents[2],
-        # Where libtpu is installed, this process has loaded it too: it looked for a TPU.
-        env={**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": AOT,
+            "TPU_SKIP_MDS_QUERY": "1",
+            "JAX_PLATFORMS": "cpu",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
