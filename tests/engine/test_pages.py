@@ -260,3 +260,18 @@ def test_programs_are_counted_by_row_count_only() -> None:
         before = step._cache_size()
         churn(llm)
         assert step._cache_size() - before == 6
+
+
+def test_outside_deterministic_mode_decoded_kv_is_kept() -> None:
+    """The next turn then computes only what is new; in deterministic mode it computes the answer again."""
+    computed = {}
+    for deterministic in (True, False):
+        with tiny_llm(deterministic=deterministic) as llm, llm.tenant("acme") as tenant:
+            agent = tenant.agent("a", [Segment(SYSTEM)])
+            agent.chat("hello", GREEDY)
+            before = llm.stats().work.prefill_tokens
+            output = agent.chat("more", GREEDY)
+            computed[deterministic] = llm.stats().work.prefill_tokens - before
+            assert output.num_cached_tokens == len(output.prompt_token_ids) - computed[deterministic]
+            llm.verify()
+    assert computed[True] - computed[False] == 8, "nine tokens were generated, the last of them is never in pages"
