@@ -288,15 +288,15 @@ class EngineCore:
     def _end(self, request: Request, error: BaseException | None) -> None:
         """The request is over: give back what it held, tell its owner, then its listener."""
         self.scheduler.remove(request)
-        for branch in request.unfinished[:]:
-            if branch.index > 0:
-                self.memory.release(branch.handle)
         request.error = error
         self.counters.requests += 1
         self.counters.failed_requests += error is not None
         self.counters.prompt_tokens += len(request.prompt_token_ids) if request.branches else 0
         self.counters.cached_tokens += request.num_cached_tokens
-        try:
+        try:  # whatever fails here, the caller gets its answer
+            for branch in request.unfinished:
+                if branch.index > 0:
+                    self.memory.release(branch.handle)
             request.owner.end_turn(request)
         except Exception as failure:
             request.error = request.error or failure
