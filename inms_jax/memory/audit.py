@@ -108,7 +108,7 @@ def _verify_counts(store: PageStore) -> None:
     free, cached, fenced = states[PageState.FREE], states[PageState.CACHED], states[PageState.FENCED]
     if free + cached + held + fenced != total - 1:
         raise _broken(f"free {free} + cached {cached} + held {held} + fenced {fenced} is not total {total} - 1")
-    free_pages, cached_pages = pool.free_pages(), store.index.cached_pages()
+    free_pages, cached_pages = pool.free_pages(), store.index.order.pages()
     for name, pages, state in (("free", free_pages, PageState.FREE), ("cached", cached_pages, PageState.CACHED)):
         if set(pages) != {page for page in range(1, total) if pool.state(page) is state} or len(pages) != states[state]:
             raise _broken(f"the list of {name} pages is {pages}, {states[state]} pages are {name}")

@@ -1,4 +1,4 @@
-"""The prefix index: fingerprint -> page, with the tokens compared on each lookup, and the order of eviction.
+"""The prefix index: fingerprint -> page, with the tokens compared on each lookup.
 
 A `Node` is one block after one exact chain of blocks. Nodes are interned: the digest only finds the candidate, then
 tokens, scope and the parent node are compared, so a collision of the hash function is a miss and never a wrong page.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from inms_jax.memory.eviction import EvictionOrder
 from inms_jax.memory.fingerprint import Fingerprints
 from inms_jax.memory.policy import MissReason
 from inms_jax.memory.tier import Scope
@@ -40,18 +41,18 @@ class Node:
 
 
 class PrefixIndex:
-    """Keyed pages and the LRU order of those that nobody holds."""
+    """Keyed pages, and in `order` those of them that nobody holds."""
 
-    def __init__(self, fingerprints: Fingerprints, *, evicted_memory: int) -> None:
+    def __init__(self, fingerprints: Fingerprints, *, num_pages: int) -> None:
         self._fingerprints = fingerprints
+        self.order = EvictionOrder(num_pages)
         self._nodes: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
         self._by_page: dict[int, Node] = {}
         self._by_scope: dict[Scope, set[int]] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()
         self._contents: Counter[int] = Counter()
         self._heads: Counter[tuple[int, Scope, bytes]] = Counter()
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        self._evicted_memory = evicted_memory
+        self._evicted_memory = 4 * num_pages
 
     def intern(self, parent: Node | None, scope: Scope, tokens: bytes) -> Node | None:
         """The node of a block after `parent`. None when another block has its digest: it cannot be shared."""
@@ -82,7 +83,7 @@ class PrefixIndex:
             del self._by_scope[node.scope]
         _decrement(self._contents, node.content)
         _decrement(self._heads, node.head)
-        self._cached.pop(page, None)
+        self.order.forget(page)
 
     def forget(self, scope: Scope) -> None:
         """Drop what was cached for making keys under a scope that is closed."""
@@ -93,20 +94,6 @@ class PrefixIndex:
         self._evicted[self._by_page[page].digest] = None
         if len(self._evicted) > self._evicted_memory:
             self._evicted.popitem(last=False)
-
-    def park(self, page: int) -> None:
-        """Nobody holds the page: last in the order of eviction."""
-        self._cached[page] = None
-
-    def unpark(self, page: int) -> None:
-        self._cached.pop(page, None)
-
-    def next_victim(self) -> int:
-        """The cached page that was let go longest ago."""
-        return next(iter(self._cached))
-
-    def cached_pages(self) -> tuple[int, ...]:
-        return tuple(self._cached)
 
     def pages_of(self, scope: Scope) -> tuple[int, ...]:
         return tuple(self._by_scope.get(scope, ()))

@@ -80,7 +80,7 @@ class MemoryManager:
         self.block_size = block_size
         self._lock = threading.RLock()
         fingerprints = Fingerprints(identity, hash_function or keyed_blake2b(secrets.token_bytes(32)))
-        index = PrefixIndex(fingerprints, evicted_memory=4 * num_pages)
+        index = PrefixIndex(fingerprints, num_pages=num_pages)
         self._store = PageStore(PagePool(num_pages), index, caching=enable_prefix_caching)
         self._writer = Writer(self._store, provisional_decode=provisional_decode)
         self._sequences = Registry()
@@ -340,7 +340,7 @@ class MemoryManager:
         for page in plan.hits:
             self._store.retain(page)
         for page in reversed(seq.pages[plan.kept_pages :]):
-            self._store.let_go(page)
+            self._store.let_go(page, superseded=True)
         seq.pages = [*seq.pages[: plan.kept_pages], *plan.hits]
         seq.state, seq.scope, seq.readable = state, plan.scope, seq.readable | {plan.scope}
         seq.layout, seq.tokens, seq.nodes = plan.layout, plan.tokens, plan.nodes

@@ -8,7 +8,7 @@ from inms_jax.memory.index import Node, PrefixIndex
 from inms_jax.memory.lifecycle import PageEvent, PageState
 from inms_jax.memory.policy import Sharing, decide
 from inms_jax.memory.pool import PagePool
-from inms_jax.memory.tier import Scope
+from inms_jax.memory.tier import Scope, Tier
 
 
 class PageStore:
@@ -44,24 +44,28 @@ class PageStore:
         return held == 1 and self.pool.state(page) is PageState.FILLING
 
     def take(self, owner: Scope) -> int:
-        """A page to fill; evicts the oldest cached page when none is free."""
+        """A page to fill; evicts a cached page when none is free."""
         if self.pool.count(PageState.FREE) == 0 and self.pool.count(PageState.CACHED):
-            self.evict(self.index.next_victim())
+            self.evict(self.index.order.next_victim())
         page = self.pool.allocate()
         self.owner[page] = owner
         return page
 
     def retain(self, page: int) -> None:
         self.pool.retain(page)
-        self.index.unpark(page)
+        if self.index.node_of(page) is not None:
+            self.index.order.found(page)
 
-    def let_go(self, page: int) -> None:
-        """One holder leaves. The last one leaves a keyed page CACHED and any other FREE."""
+    def let_go(self, page: int, *, superseded: bool = False) -> None:
+        """One holder leaves. The last one leaves a keyed page CACHED and any other FREE.
+
+        `superseded`: the holder goes on without the page, so a PRIVATE one is not asked for again.
+        """
         if self.pool.release(page):
             return
         if self.pool.state(page) is PageState.SEALED:
             self.pool.move(page, PageEvent.LAST_HOLDER_LEFT)
-            self.index.park(page)
+            self.index.order.park(page, superseded=superseded and self.owner[page].tier is Tier.PRIVATE)
         else:
             self._free(page)
 
@@ -91,7 +95,7 @@ class PageStore:
         self.evictions += 1
 
     def evict_all(self) -> int:
-        pages = self.index.cached_pages()
+        pages = self.index.order.pages()
         for page in pages:
             self.evict(page)
         return len(pages)
