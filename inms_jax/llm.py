@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
 from inms_jax.engine.segment import message_parts
 from inms_jax.engine.services import Services
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
+from inms_jax.memory.events import KVEvent
 from inms_jax.memory.fingerprint import CacheIdentity
 from inms_jax.memory.manager import MemoryManager, SequenceHandle
 from inms_jax.memory.plan import Span
@@ -230,6 +231,13 @@ class LLM:
     def memory_map(self) -> list[PageInfo]:
         """Every page that is not free: owner, tier, state, reference count, tokens."""
         return self._services.memory.pages()
+
+    def kv_events(self, since: int = 0) -> Iterator[KVEvent]:
+        """Pages stored, removed and cleared after event number `since`, oldest first; ends with the latest.
+
+        A first number above `since + 1` means that events were lost: begin again from `memory_map()`.
+        """
+        return iter(self._services.memory.events(since))
 
     def observe(self, observer: Callable[[StepReport], None]) -> Callable[[], None]:
         """Call `observer` on the engine thread after each device step; returns what stops it."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from inms_jax.memory.events import EventLog, KVEventKind
 from inms_jax.memory.eviction import EvictionOrder
 from inms_jax.memory.fingerprint import Fingerprints
 from inms_jax.memory.policy import MissReason
@@ -17,6 +18,8 @@ from inms_jax.memory.tier import Scope
 
 # A miss after at least this many shared tokens is reported as `sub_block`: the smallest block size, as int32 bytes.
 _HEAD_BYTES = 16 * 4
+# Events remembered; a long prompt makes a few hundred.
+_EVENTS = 10_000
 
 
 K = TypeVar("K")
@@ -46,6 +49,7 @@ class PrefixIndex:
     def __init__(self, fingerprints: Fingerprints, *, num_pages: int) -> None:
         self._fingerprints = fingerprints
         self.order = EvictionOrder(num_pages)
+        self.events = EventLog(_EVENTS)
         self._nodes: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
         self._by_page: dict[int, Node] = {}
         self._by_scope: dict[Scope, set[int]] = {}
@@ -72,6 +76,7 @@ class PrefixIndex:
         self._contents[node.content] += 1
         self._heads[node.head] += 1
         self._evicted.pop(node.digest, None)
+        self._log(KVEventKind.STORED, node, page)
 
     def withdraw(self, page: int) -> None:
         """Forget the key of a page."""
@@ -84,6 +89,7 @@ class PrefixIndex:
         _decrement(self._contents, node.content)
         _decrement(self._heads, node.head)
         self.order.forget(page)
+        self._log(KVEventKind.REMOVED, node, page)
 
     def forget(self, scope: Scope) -> None:
         """Drop what was cached for making keys under a scope that is closed."""
@@ -113,6 +119,10 @@ class PrefixIndex:
         if len(node.tokens) >= _HEAD_BYTES and node.head in self._heads:
             return MissReason.SUB_BLOCK
         return MissReason.NO_PREFIX
+
+    def _log(self, kind: KVEventKind, node: Node, page: int) -> None:
+        parent = None if node.parent is None else node.parent.digest
+        self.events.add(kind, page, node.digest, parent, node.scope, len(node.tokens) // 4)
 
 
 def _decrement(counter: Counter[K], key: K) -> None:

@@ -14,16 +14,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from inms_jax.errors import (
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    InvalidRequestError,
-    StateError,
-    VisibilityError,
-)
+from inms_jax.errors import CapacityError, ClosedError, ConfigError, InvalidRequestError, StateError, VisibilityError
 from inms_jax.memory import audit
 from inms_jax.memory.admission import TurnPlan, check_readable, plan_turn, without_partial_page
+from inms_jax.memory.events import KVEvent, KVEventKind
 from inms_jax.memory.fingerprint import CacheIdentity, Fingerprints, HashFunction, keyed_blake2b
 from inms_jax.memory.index import PrefixIndex
 from inms_jax.memory.lifecycle import SEQUENCE_TRANSITIONS, SequenceEvent, SequenceState, advance
@@ -286,6 +280,7 @@ class MemoryManager:
             if not seq.in_turn:
                 self._drop(seq)
         self._store.evict_all()
+        self._store.index.events.add(KVEventKind.CLEARED)
 
     # Views
 
@@ -297,6 +292,11 @@ class MemoryManager:
     def pages(self) -> list[PageInfo]:
         """Every page that is not free."""
         return audit.page_map(self._store, self._sequences)
+
+    @_atomic
+    def events(self, since: int = 0) -> tuple[KVEvent, ...]:
+        """What happened to keyed pages after event number `since`."""
+        return self._store.index.events.since(since)
 
     @_atomic
     def verify(self) -> None:
