@@ -36,6 +36,10 @@ class StateError(InmsError):
     """A page or sequence was asked for a transition that its state machine does not have."""
 
 
+class IsolationError(InmsError):
+    """The self-test of isolation found a text where it must not be, or could prove nothing."""
+
+
 class WeightsError(InmsError):
     """A weight file is missing, truncated, corrupt or of a kind that is not supported."""
 

@@ -24,6 +24,7 @@ from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
 from inms_jax.engine.segment import message_parts
 from inms_jax.engine.services import Services
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
+from inms_jax.isolation import IsolationReport, verify_isolation
 from inms_jax.memory.events import KVEvent
 from inms_jax.memory.fingerprint import CacheIdentity
 from inms_jax.memory.manager import MemoryManager, SequenceHandle
@@ -252,6 +253,13 @@ class LLM:
     def verify(self) -> None:
         """Check the conservation law and every other invariant of the page pool; raises with the numbers."""
         self._services.memory.verify()
+
+    def verify_isolation(self) -> IsolationReport:
+        """Test on this engine that a group shares a text and that no other group, tenant or private reader finds it.
+
+        Takes five short prompts; raises IsolationError with the numbers. See isolation.py.
+        """
+        return verify_isolation(self.tenant)
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV that no running request needs. Conversations go on: their next turn computes it again."""

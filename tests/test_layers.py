@@ -35,7 +35,7 @@ FLOORS: list[list[str]] = [
     ["models", "memory", "text"],
     ["weights"],
     ["engine"],
-    ["llm", "tenants", "agents"],
+    ["llm", "isolation", "tenants", "agents"],
     ["eval"],
     ["cli", "__init__"],
 ]

@@ -1,0 +1,41 @@
+"""The self-test of isolation passes on this engine, and fails on one whose keys say nothing of whose text it is."""
+
+from typing import Any
+
+import pytest
+
+from inms_jax.errors import IsolationError
+from inms_jax.memory.index import PrefixIndex
+from tests.tiny import tiny_llm
+
+
+def test_a_team_shares_and_nobody_else_finds_it() -> None:
+    with tiny_llm(block_size=16, num_pages=200) as llm:
+        before = llm.stats().memory
+        report = llm.verify_isolation()
+        assert report.same_group > 16
+        assert (report.other_group, report.other_tenant, report.private) == (0, 0, 0)
+        after = llm.stats().memory
+        assert (after.free, after.held, after.cached) == (before.free, before.held, before.cached)
+        assert llm.verify_isolation() == report
+
+
+def test_keys_without_scopes_fail_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    intern = PrefixIndex.intern
+    first: list[Any] = []
+
+    def blind(self: PrefixIndex, parent: Any, scope: Any, tokens: bytes) -> Any:
+        first.append(scope)
+        return intern(self, parent, first[0], tokens)
+
+    monkeypatch.setattr(PrefixIndex, "intern", blind)
+    with tiny_llm(block_size=16, num_pages=200) as llm, pytest.raises(IsolationError, match="must not see it"):
+        llm.verify_isolation()
+
+
+def test_an_engine_that_shares_nothing_proves_nothing() -> None:
+    with (
+        tiny_llm(block_size=16, num_pages=200, enable_prefix_caching=False) as llm,
+        pytest.raises(IsolationError, match="nothing was shared either"),
+    ):
+        llm.verify_isolation()
