@@ -36,7 +36,7 @@ FLOORS: list[list[str]] = [
     ["weights"],
     ["engine"],
     ["llm", "isolation", "tenants", "agents"],
-    ["eval"],
+    ["eval", "metrics"],
     ["cli", "__init__"],
 ]
 
