@@ -1,7 +1,8 @@
 """A self-test of the running engine: a team shares, nobody else does. Run by `llm.verify_isolation()`.
 
-The same text is given to two members of a group, to another group, to another tenant, and as private text. Only the
-second member may find it. Both halves count: with sharing off, "nobody else found it" would prove nothing.
+The same text is given to two members of a group, to another group, to another tenant, and as private text to three
+agents, two of them in one group. Only the second member of the first group may find it. Both halves count: with
+sharing off, "nobody else found it" would prove nothing.
 """
 
 from collections.abc import Callable
@@ -37,9 +38,14 @@ def verify_isolation(tenant: Callable[[str], Tenant]) -> IsolationReport:
             group = owner.group(name)
             group.publish("record", _TEXT)
             readers += [group.agent(f"reader {n}", ["record"]) for n in range(members)]
-        readers.append(one.agent("loner", [Segment(_TEXT, role="system")]))
+        # Without a group, and twice in the same one: private text is not even shared among the members of a team.
+        own = [Segment(_TEXT, role="system")]
+        readers.append(one.agent("loner", own))
+        pair = two.group("private")
+        readers += [pair.agent(f"loner {n}", own) for n in range(2)]
         first, *found = [reader.chat("Hello", _ONE_TOKEN).num_cached_tokens for reader in readers]
-    report = IsolationReport(*found)
+    same_group, other_group, other_tenant, *private = found
+    report = IsolationReport(same_group, other_group, other_tenant, sum(private))
     if first or report.other_group or report.other_tenant or report.private:
         raise IsolationError(
             f"A text was found by who must not see it: {report}, and {first} tokens by its very first reader. Stop "

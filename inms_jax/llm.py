@@ -257,7 +257,7 @@ class LLM:
     def verify_isolation(self) -> IsolationReport:
         """Test on this engine that a group shares a text and that no other group, tenant or private reader finds it.
 
-        Takes five short prompts; raises IsolationError with the numbers. See isolation.py.
+        Takes seven short prompts; raises IsolationError with the numbers. See isolation.py.
         """
         return verify_isolation(self.tenant)
 

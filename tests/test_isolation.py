@@ -6,6 +6,7 @@ import pytest
 
 from inms_jax.errors import IsolationError
 from inms_jax.memory.index import PrefixIndex
+from inms_jax.memory.tier import Scope
 from tests.tiny import tiny_llm
 
 
@@ -20,13 +21,14 @@ def test_a_team_shares_and_nobody_else_finds_it() -> None:
         assert llm.verify_isolation() == report
 
 
-def test_keys_without_scopes_fail_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seen", [(), ("tenant",), ("tenant", "group"), ("group", "agent")])
+def test_keys_that_ignore_a_part_of_the_scope_fail_it(seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     intern = PrefixIndex.intern
-    first: list[Any] = []
+    first: dict[tuple[str | None, ...], Scope] = {}
 
-    def blind(self: PrefixIndex, parent: Any, scope: Any, tokens: bytes) -> Any:
-        first.append(scope)
-        return intern(self, parent, first[0], tokens)
+    def blind(self: PrefixIndex, parent: Any, scope: Scope, tokens: bytes) -> Any:
+        same = first.setdefault(tuple(getattr(scope, part) for part in seen), scope)
+        return intern(self, parent, same, tokens)
 
     monkeypatch.setattr(PrefixIndex, "intern", blind)
     with tiny_llm(block_size=16, num_pages=200) as llm, pytest.raises(IsolationError, match="must not see it"):

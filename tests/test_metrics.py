@@ -1,8 +1,13 @@
 """What a scrape says is what the engine's statistics say."""
 
+import importlib
+import sys
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inms_jax import SamplingParams
+from inms_jax.errors import ConfigError
 from inms_jax.metrics import render
 from tests.tiny import tiny_llm
 
@@ -33,3 +38,10 @@ def test_a_scrape_tells_used_cached_and_free_pages_apart_and_equals_the_statisti
                 assert read["inms_jax_requests_total",] == work.requests
                 assert read["inms_jax_kv_page_bytes",] == llm.page_bytes
                 llm.reset_prefix_cache()
+
+
+def test_without_prometheus_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "inms_jax.metrics")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"pip install \"inms-jax\[metrics\]\""):
+        importlib.import_module("inms_jax.metrics")
