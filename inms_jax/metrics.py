@@ -3,8 +3,7 @@
     registry.register(KVCollector(llm))        # served with the rest of a process
     print(render(llm).decode())                # the text format, once
 
-Reads `llm.stats()` on each scrape and keeps nothing. The figures are the operator's, and
-name no tenant.
+Reads `llm.stats()` on each scrape and keeps nothing. The figures are the operator's and name no tenant.
 """
 
 from collections.abc import Callable, Iterator

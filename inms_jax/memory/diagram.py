@@ -4,19 +4,8 @@ Knows the tables of lifecycle.py and how to draw them; a test holds the committe
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
 
-from inms_jax.memory.lifecycle import (
-    PAGE_TRANSITIONS,
-    SEQUENCE_TRANSITIONS,
-    PageEvent,
-    PageState,
-    SequenceEvent,
-    SequenceState,
-)
-
-S = TypeVar("S", PageState, SequenceState)
-E = TypeVar("E", PageEvent, SequenceEvent)
+from inms_jax.memory.lifecycle import PAGE_TRANSITIONS, SEQUENCE_TRANSITIONS, E, PageState, S, SequenceState
 
 _OPENING = """\
 # State machines

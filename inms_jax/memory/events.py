@@ -6,7 +6,8 @@ that it must begin anew from the page map. Knows nothing of who reads.
 
 import enum
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from inms_jax.memory.tier import Scope
 
@@ -21,18 +22,18 @@ class KVEventKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVEvent:
-    """`number` counts from 1. Fingerprints are keyed digests that mean nothing outside this process.
+    """The log gives `number`, from 1 on. Fingerprints are keyed digests that mean nothing outside this process.
 
     CLEARED comes after the REMOVED events of its pages and names no page.
     """
 
-    number: int
     kind: KVEventKind
     page: int | None = None
     fingerprint: bytes | None = None
     parent: bytes | None = None
     scope: Scope | None = None
     num_tokens: int = 0
+    number: int = 0
 
 
 class EventLog:
@@ -42,18 +43,12 @@ class EventLog:
         self._events: deque[KVEvent] = deque(maxlen=size)
         self._last = 0
 
-    def add(
-        self,
-        kind: KVEventKind,
-        page: int | None = None,
-        fingerprint: bytes | None = None,
-        parent: bytes | None = None,
-        scope: Scope | None = None,
-        num_tokens: int = 0,
-    ) -> None:
+    def add(self, event: KVEvent) -> None:
+        """Number the event and keep it."""
         self._last += 1
-        self._events.append(KVEvent(self._last, kind, page, fingerprint, parent, scope, num_tokens))
+        self._events.append(replace(event, number=self._last))
 
     def since(self, number: int) -> tuple[KVEvent, ...]:
         """Events after `number`, oldest first. When the first is not `number + 1`, some were lost."""
-        return tuple(event for event in self._events if event.number > number)
+        newest_first = takewhile(lambda event: event.number > number, reversed(self._events))
+        return tuple(newest_first)[::-1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from inms_jax.memory.events import EventLog, KVEventKind
+from inms_jax.memory.events import EventLog, KVEvent, KVEventKind
 from inms_jax.memory.eviction import EvictionOrder
 from inms_jax.memory.fingerprint import Fingerprints
 from inms_jax.memory.policy import MissReason
@@ -122,7 +122,7 @@ class PrefixIndex:
 
     def _log(self, kind: KVEventKind, node: Node, page: int) -> None:
         parent = None if node.parent is None else node.parent.digest
-        self.events.add(kind, page, node.digest, parent, node.scope, len(node.tokens) // 4)
+        self.events.add(KVEvent(kind, page, node.digest, parent, node.scope, len(node.tokens) // 4))
 
 
 def _decrement(counter: Counter[K], key: K) -> None:

@@ -280,7 +280,7 @@ class MemoryManager:
             if not seq.in_turn:
                 self._drop(seq)
         self._store.evict_all()
-        self._store.index.events.add(KVEventKind.CLEARED)
+        self._store.index.events.add(KVEvent(KVEventKind.CLEARED))
 
     # Views
 

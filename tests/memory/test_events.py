@@ -2,7 +2,7 @@
 
 import random
 
-from inms_jax.memory.events import EventLog, KVEventKind
+from inms_jax.memory.events import EventLog, KVEvent, KVEventKind
 from inms_jax.memory.lifecycle import PageState
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import Span
@@ -56,6 +56,6 @@ def test_an_event_names_the_block_and_the_one_before_it():
 def test_a_reader_sees_from_the_numbers_that_events_were_lost():
     log = EventLog(3)
     for _ in range(5):
-        log.add(KVEventKind.CLEARED)
+        log.add(KVEvent(KVEventKind.CLEARED))
     assert [event.number for event in log.since(1)] == [3, 4, 5]
     assert [event.number for event in log.since(3)] == [4, 5]

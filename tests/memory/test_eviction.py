@@ -84,10 +84,7 @@ def test_a_text_that_only_one_asked_for_goes_before_one_that_two_asked_for():
     once(m, B, [twice, Span((99,), B)])
     once(m, A, [one, Span((99,), A)])  # used last, found by nobody
     once(m, A, [Span(tuple(range(200, 204)), A)])
-    handle = m.memory.register(C)
-    m.begin(handle, [Span(tuple(range(300, 307)), C)], new=0)
-    m.prompt(handle, [Span(tuple(range(300, 307)), C)])
-    m.memory.release(handle)
+    once(m, C, [Span(tuple(range(300, 307)), C)])
     assert once(m, B, [twice, Span((99,), B)]) == 1
     assert once(m, B, [one, Span((99,), B)]) > 1
 

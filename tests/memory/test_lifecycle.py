@@ -58,6 +58,16 @@ def test_every_event_of_a_sequence_is_in_the_table_or_raises(state: SequenceStat
         assert advance(SEQUENCE_TRANSITIONS, state, event, "Sequence 1") is after
 
 
+def test_every_page_can_become_free_again_and_a_closed_sequence_stays_closed():
+    reached = {PageState.FREE}
+    for _ in PageState:
+        reached |= {state for (state, _), after in PAGE_TRANSITIONS.items() if after in reached}
+    assert reached == set(PageState)
+    for event in SequenceEvent:
+        with pytest.raises(StateError, match="only nothing"):
+            advance(SEQUENCE_TRANSITIONS, SequenceState.CLOSED, event, "Sequence 1")
+
+
 def test_the_page_of_state_machines_is_drawn_from_the_tables():
     committed = Path(__file__).parents[2] / "docs/state_machines.md"
     assert committed.read_text() == page(), "run: python -m inms_jax.memory.diagram > docs/state_machines.md"

@@ -1,17 +1,9 @@
-"""The page pool and the state tables."""
+"""The page pool."""
 
 import pytest
 
 from inms_jax.errors import CapacityError, ConfigError, StateError
-from inms_jax.memory.lifecycle import (
-    PAGE_TRANSITIONS,
-    SEQUENCE_TRANSITIONS,
-    PageEvent,
-    PageState,
-    SequenceEvent,
-    SequenceState,
-    advance,
-)
+from inms_jax.memory.lifecycle import PageEvent, PageState
 from inms_jax.memory.pool import PagePool
 
 
@@ -68,21 +60,3 @@ def test_null_page_has_no_life():
 def test_a_pool_without_a_page_is_refused():
     with pytest.raises(ConfigError, match="at least 2 pages"):
         PagePool(1)
-
-
-def test_every_illegal_page_event_raises():
-    for state in PageState:
-        for event in PageEvent:
-            if (state, event) not in PAGE_TRANSITIONS:
-                with pytest.raises(StateError, match=f"Page 7 is '{state.value}'"):
-                    advance(PAGE_TRANSITIONS, state, event, "Page 7")
-
-
-def test_every_page_can_become_free_again_and_a_closed_sequence_stays_closed():
-    reached = {PageState.FREE}
-    for _ in PageState:
-        reached |= {state for (state, _), after in PAGE_TRANSITIONS.items() if after in reached}
-    assert reached == set(PageState)
-    for event in SequenceEvent:
-        with pytest.raises(StateError, match="only nothing"):
-            advance(SEQUENCE_TRANSITIONS, SequenceState.CLOSED, event, "Sequence 1")
