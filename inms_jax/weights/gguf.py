@@ -16,7 +16,8 @@ from inms_jax.models.config import Llama3Scaling, ModelConfig, RopeConfig
 from inms_jax.weights.tree import check_tensors
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
-_KINDS: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"})
+# Files of a K kind hold the rows that are no multiple of 256 values in the kinds ending in _0 and _1.
+_KINDS: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
 _NAMES: Final = {
     "embed": "token_embd.weight",
     "final_norm": "output_norm.weight",

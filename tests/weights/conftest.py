@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SIZES = {"D": 64, "F": 96, "L": 2, "N": 4, "K": 2, "H": 16, "V": 260}
+WIDE = {"D": 256, "F": 512, "L": 2, "N": 4, "K": 2, "H": 64, "V": 260}  # rows of whole 256-value blocks
 HF_NAMES = {
     "attn_norm": "input_layernorm.weight",
     "ffn_norm": "post_attention_layernorm.weight",
@@ -32,9 +33,9 @@ def byte_vocab() -> list[str]:
     return [*letters, "he", "<s>", "</s>", "<u>"]
 
 
-def make_tensors(seed: int = 0) -> dict[str, np.ndarray]:
+def make_tensors(seed: int = 0, sizes: dict[str, int] = SIZES) -> dict[str, np.ndarray]:
     """Random weights under Hugging Face names, [out, in], untied."""
-    s = SIZES
+    s = sizes
     shapes = {
         "attn_norm": (s["D"],),
         "ffn_norm": (s["D"],),
@@ -85,19 +86,23 @@ def tensors() -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """Write a llama GGUF; `kind` quantises the matrices, `change` may alter the writer or the tensors."""
+    """Write a llama GGUF; `kind` quantises the matrices, `change` may alter the writer or the tensors.
+
+    Matrices of uint8 are raw blocks of `kind`, written as they are.
+    """
 
     def write(
         tensors: dict[str, np.ndarray],
         *,
         kind: str = "F32",
+        sizes: dict[str, int] = SIZES,
         architecture: str = "llama",
         name: str = "tiny.gguf",
         change: Change | None = None,
     ) -> Path:
         path = tmp_path / name
         writer = gguf.GGUFWriter(path, architecture)
-        s = SIZES
+        s = sizes
         writer.add_context_length(512)
         writer.add_embedding_length(s["D"])
         writer.add_block_count(s["L"])
@@ -125,7 +130,8 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
             change(writer, data)
         for key, value in data.items():
             own = gguf.GGMLQuantizationType[kind if value.ndim == 2 else "F32"]
-            writer.add_tensor(key, gguf.quantize(value, own), raw_dtype=own)
+            blocks = value if value.dtype == np.uint8 else gguf.quantize(value, own)
+            writer.add_tensor(key, blocks, raw_dtype=own)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
