@@ -11,7 +11,7 @@ import numpy as np
 from inms_jax.memory.index import Node
 from inms_jax.memory.layout import Layout, lay_out
 from inms_jax.memory.lifecycle import SequenceState
-from inms_jax.memory.plan import DecodeSlot, PrefillChunk
+from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row
 from inms_jax.memory.policy import MissReason
 from inms_jax.memory.stats import SequenceHandle, TurnUsage
 from inms_jax.memory.tier import Scope
@@ -104,6 +104,15 @@ class Sequence:
             computed_tokens=self.computed_tokens,
             misses=dict(told),
         )
+
+    @property
+    def row(self) -> Row:
+        """The page table line of the sequence, with what was planned last."""
+        used = self.written if self.pending is None else max(self.written, self.pending.end)
+        blocks = self.layout.blocks_before(used)
+        starts = self.layout.start_array[:blocks]
+        ends = np.minimum(np.array(self.layout.ends[:blocks], np.int32), np.int32(used)) - starts
+        return Row(np.array(self.pages[:blocks], np.int32), np.zeros(blocks, np.int32), ends, starts)
 
     def node(self, block: int) -> Node | None:
         return self.nodes[block] if block < len(self.nodes) else None

@@ -136,7 +136,7 @@ def test_verify_names_what_is_inconsistent():
     m = lab(4)
     a = m.memory.register(A)
     m.turn(a, [text(A, 0, 3)], A)
-    m.memory._store.pool.retain(m.pages(a)[0])
+    m.memory._part.store.pool.retain(m.pages(a)[0])
     with pytest.raises(StateError, match="page 1 has 2 references, 1 are in tables"):
         m.memory.verify()
 

@@ -1,0 +1,58 @@
+"""A second sequence on the pages of a first one: between turns, or as a branch of the turn that runs.
+
+No page is copied here; who writes a shared one later copies it then. Knows nothing of contexts or the index.
+"""
+
+from inms_jax.errors import CapacityError, StateError
+from inms_jax.memory.lifecycle import SequenceState
+from inms_jax.memory.partition import Partition, require_no_plan, require_same_group
+from inms_jax.memory.reservation import unreserved, without_copy
+from inms_jax.memory.sequence import Sequence
+from inms_jax.memory.tier import Scope
+
+
+def fork(part: Partition, parent: Sequence, scope: Scope, *, reserve_from_parent: bool) -> Sequence:
+    """See `MemoryManager.fork`."""
+    require_same_group(parent, scope)
+    require_no_plan(parent)
+    return _branch(part, parent, scope) if reserve_from_parent else _twin(part, parent, scope)
+
+
+def _twin(part: Partition, parent: Sequence, scope: Scope) -> Sequence:
+    part.require_open(scope)
+    must_copy = [] if parent.target is None else without_copy(part.sequences, parent.target)
+    spare = unreserved(part.store, part.sequences)
+    if len(must_copy) > spare:
+        raise CapacityError(
+            f"Cannot fork {parent.name} in its turn: {len(must_copy)} pages for copies are needed, {spare} are "
+            "available. Fork between turns or enlarge the pool."
+        )
+    child = _share(part, parent, scope)
+    child.state = SequenceState.IDLE if parent.in_turn else parent.state
+    for seq in must_copy:
+        seq.copy_reserved = 1
+    return child
+
+
+def _branch(part: Partition, parent: Sequence, scope: Scope) -> Sequence:
+    tail = int(parent.target is not None)
+    share = len(parent.layout.starts) - len(parent.pages) + tail
+    if parent.state is not SequenceState.ACTIVE or parent.branch_reserved < share:
+        raise StateError(
+            f"{parent.name} is {parent.state.value!r} with {parent.branch_reserved} pages for branches: a branch "
+            f"needs a prefilled prompt and {share} pages. Begin the turn with more branches."
+        )
+    child = _share(part, parent, scope)
+    child.state, child.copy_reserved = parent.state, tail
+    parent.branch_reserved -= share
+    return child
+
+
+def _share(part: Partition, parent: Sequence, scope: Scope) -> Sequence:
+    child = part.add(scope, parent.readable | {scope})
+    child.layout, child.context_length = parent.layout, parent.context_length
+    child.tokens, child.nodes, child.pages = parent.tokens.copy(), list(parent.nodes), list(parent.pages)
+    child.written, child.prefilled = parent.written, parent.prefilled
+    for page in child.pages:
+        part.store.retain(page)
+    return child
