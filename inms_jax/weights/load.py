@@ -15,7 +15,8 @@ from inms_jax.models.config import ModelConfig
 from inms_jax.text.chat import ChatTemplate
 from inms_jax.text.tokenizer import SpecialTokens, Tokenizer, token_text
 from inms_jax.weights.gguf import GgufFile
-from inms_jax.weights.safetensors import HuggingFaceDirectory, read_json, weights_path
+from inms_jax.weights.safetensors import HuggingFaceDirectory
+from inms_jax.weights.shards import read_json, weight_files
 from inms_jax.weights.source import resolve
 from inms_jax.weights.store import ConvertedModel, Rows, default_cache_dir, file_sha256
 
@@ -52,7 +53,8 @@ def load(
     cache = cache_dir or default_cache_dir()
     model_id, path = resolve(spec, cache, progress=progress)
     if path.is_dir():
-        weights_version = _combined(file_sha256(weights_path(path), cache), (path / "config.json",))
+        digests = [file_sha256(file, cache) for file in weight_files(path).everything]
+        weights_version = _combined("\n".join(digests), (path / "config.json",))
         identity = _combined(weights_version, tuple(path / name for name in _SMALL_FILES))
     else:
         weights_version = identity = file_sha256(path, cache)

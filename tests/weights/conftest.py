@@ -160,15 +160,31 @@ def hf_config(**changes: Any) -> dict[str, Any]:
     }
 
 
+def write_shards(path: Path, tensors: dict[str, np.ndarray], count: int) -> None:
+    """Neighbouring tensors in different files, and an index as the Hub has it."""
+    weight_map: dict[str, str] = {}
+    for number in range(count):
+        file = f"model-{number + 1:05}-of-{count:05}.safetensors"
+        part = {key: tensors[key] for key in list(tensors)[number::count]}
+        save_file(part, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(value.nbytes for value in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.fixture
 def write_directory(tmp_path: Path) -> Callable[..., Path]:
-    """Write a Hugging Face directory."""
+    """Write a Hugging Face directory; with `shards` the tensors are dealt to that many files and an index."""
 
-    def write(tensors: dict[str, np.ndarray], **changes: Any) -> Path:
-        path = tmp_path / "tiny-hf"
+    def write(tensors: dict[str, np.ndarray], *, shards: int = 0, name: str = "tiny-hf", **changes: Any) -> Path:
+        path = tmp_path / name
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(hf_config(**changes)))
-        save_file(tensors, path / "model.safetensors")
+        if shards:
+            write_shards(path, tensors, shards)
+        else:
+            save_file(tensors, path / "model.safetensors")
         vocab = {token: i for i, token in enumerate(byte_vocab())}
         backend = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e")]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -75,13 +75,10 @@ def test_a_pickle_is_named_and_never_loaded(tensors: Tensors, write_directory: W
     assert not (tmp_path / "loaded").exists()
 
 
-def test_sharded_and_empty_directories_are_refused(tensors: Tensors, write_directory: Write) -> None:
+def test_an_empty_directory_is_refused(tensors: Tensors, write_directory: Write) -> None:
     path = write_directory(tensors)
     (path / "model.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"no model.safetensors"):
-        HuggingFaceDirectory(path)
-    (path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match="several files"):
+    with pytest.raises(WeightsError, match=r"no model.safetensors and no model.safetensors.index.json"):
         HuggingFaceDirectory(path)
 
 
