@@ -1,4 +1,4 @@
-"""The command line: `inms-jax demo | generate | models`.
+"""The command line: `inms-jax demo | map | generate | models`.
 
 Errors are one line on stderr and exit code 2, the traceback only with --debug. Everything heavy is imported inside the
 command that needs it, so that --help is fast.
@@ -63,6 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
     demo.set_defaults(command=_demo)
 
+    show = commands.add_parser(
+        "map", parents=[common], help="run a scenario and show what every page holds; text and a picture"
+    )
+    show.add_argument(
+        "--config", type=Path, default=DEFAULT_SCENARIO, metavar="FILE", help=f"default: {DEFAULT_SCENARIO.name}"
+    )
+    show.add_argument("--png", type=Path, default=Path("out/map.png"), metavar="FILE", help="default: %(default)s")
+    show.set_defaults(command=_map)
+
     generate = commands.add_parser("generate", parents=[common], help="continue a text, printed as it comes")
     generate.add_argument(
         "--model", default=DEFAULT_MODEL, help="a known name, a .gguf file or a Hugging Face folder (%(default)s)"
@@ -98,6 +107,15 @@ def _demo(options: argparse.Namespace) -> None:
 
     result = show_demo(options.config, options.out, Console())
     _write_json(options.json, result.to_json())
+
+
+def _map(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from inms_jax.eval.map_run import show_map
+
+    maps = show_map(options.config, options.png, Console())
+    _write_json(options.json, {"maps": [pages.to_json() for pages in maps]})
 
 
 def _generate(options: argparse.Namespace) -> None:

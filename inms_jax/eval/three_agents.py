@@ -66,7 +66,7 @@ def _run_mode(mode: str, scenario: Scenario, model: LoadedModel, watcher: Watche
         total_pages = llm.stats().memory.total - 1  # without the null page
         watcher.mode(mode, total_pages, llm.page_bytes)
         probe = Probe(llm, shared=sharing, on_step=watcher.step)
-        work = _Work(scenario, llm, probe, watcher)
+        work = Work(scenario, llm, probe, watcher)
         try:
             turns = work.run()
         except BaseException:
@@ -95,7 +95,7 @@ def _run_mode(mode: str, scenario: Scenario, model: LoadedModel, watcher: Watche
         )
 
 
-class _Work:
+class Work:
     """The work itself, once, on one engine."""
 
     def __init__(self, scenario: Scenario, llm: LLM, probe: Probe, watcher: Watcher) -> None:
@@ -131,6 +131,11 @@ class _Work:
                 self._llm.close()  # the other threads must not be waited for
                 raise
         return self._turns
+
+    def dismiss(self) -> None:
+        """End every agent; what was published stays."""
+        for agent in list(self._group.agents.values()):
+            agent.close()
 
     def close(self) -> None:
         """End every agent. Raises StateError if a page is held after that."""
