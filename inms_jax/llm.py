@@ -61,8 +61,9 @@ class Stats:
 class LLM:
     """A model ready to generate; see README for a first use.
 
-    model: a known name ("smollm2-135m-instruct"), a path to a `.gguf` file or to a Hugging Face directory, or a
-        LoadedModel. dtype: of the weights, "auto" (float32 on CPU, bfloat16 elsewhere) or a name.
+    model: a known name ("smollm2-135m-instruct"), a path to a `.gguf` file or to a Hugging Face directory, an id
+        of the Hugging Face Hub ("owner/name"), or a LoadedModel.
+    dtype: of the weights, "auto" (float32 on CPU, bfloat16 elsewhere) or a name.
     options: the fields of `EngineConfig` (block_size, kv_cache_memory, max_num_seqs, ...).
 
     Raises WeightsError, UnsupportedModelError, ConfigError. Thread-safe; one engine thread batches what all callers

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from inms_jax.errors import ConfigError
 from inms_jax.models.config import ModelConfig
@@ -16,18 +16,9 @@ from inms_jax.text.chat import ChatTemplate
 from inms_jax.text.tokenizer import SpecialTokens, Tokenizer, token_text
 from inms_jax.weights.gguf import GgufFile
 from inms_jax.weights.safetensors import HuggingFaceDirectory
-from inms_jax.weights.shards import read_json, weight_files
+from inms_jax.weights.shards import SMALL_FILES, read_json, weight_files
 from inms_jax.weights.source import resolve
 from inms_jax.weights.store import ConvertedModel, Rows, default_cache_dir, file_sha256
-
-# Everything in a Hugging Face directory that the result depends on, next to the weights.
-_SMALL_FILES: Final = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +36,7 @@ class LoadedModel:
 def load(
     spec: str | Path, *, dtype: str = "float32", cache_dir: Path | None = None, progress: bool = True
 ) -> LoadedModel:
-    """Load a known model by name, a `.gguf` file or a Hugging Face directory.
+    """Load a known model by name, a `.gguf` file, a Hugging Face directory or a model of the Hub by its id.
 
     Raises `WeightsError` (of which `UnsupportedModelError` is a kind) or `ConfigError`, naming the file and the
     tensor or attribute.
@@ -55,7 +46,7 @@ def load(
     if path.is_dir():
         digests = [file_sha256(file, cache) for file in weight_files(path).everything]
         weights_version = _combined("\n".join(digests), (path / "config.json",))
-        identity = _combined(weights_version, tuple(path / name for name in _SMALL_FILES))
+        identity = _combined(weights_version, tuple(path / name for name in SMALL_FILES))
     else:
         weights_version = identity = file_sha256(path, cache)
     converted = ConvertedModel(cache, f"{model_id}\0{identity}", dtype)

@@ -13,6 +13,14 @@ from inms_jax.errors import ConfigError, UnsupportedModelError, WeightsError
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = f"{WEIGHTS_FILE}.index.json"
+# Everything else in a directory that a loaded model depends on.
+SMALL_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 _PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -31,13 +39,14 @@ class WeightFiles:
         return self.files if self.index is None else (self.index, *self.files)
 
 
-def weight_files(directory: Path) -> WeightFiles:
-    """The files of a directory, all of them there; raises `WeightsError` saying what there is instead."""
+def weight_files(directory: Path, *, must_exist: bool = True) -> WeightFiles:
+    """The files of a directory; raises `WeightsError` saying what there is instead, or which shard is missing if all
+    `must_exist`."""
     single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
     if single.is_file():
         return WeightFiles((single,))
     if index.is_file():
-        return _read_index(index)
+        return _read_index(index, must_exist)
     pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         raise UnsupportedModelError(
@@ -47,7 +56,7 @@ def weight_files(directory: Path) -> WeightFiles:
     raise WeightsError(f"There is no {WEIGHTS_FILE} and no {INDEX_FILE} in {directory}.")
 
 
-def _read_index(index: Path) -> WeightFiles:
+def _read_index(index: Path, must_exist: bool) -> WeightFiles:
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise ConfigError(f"{index} has no weight_map of tensor names to file names.")
@@ -58,7 +67,7 @@ def _read_index(index: Path) -> WeightFiles:
             raise ConfigError(f"{index} says that tensor {tensor!r} lies in {file!r}: not the name of a shard.")
         tensors.setdefault(file, []).append(tensor)
     missing = [file for file in sorted(tensors) if not (index.parent / file).is_file()]
-    if missing:
+    if missing and must_exist:
         raise WeightsError(
             f"Shard {missing[0]} is missing from {index.parent}: {index.name} says that it holds"
             f" {len(tensors[missing[0]])} tensors ({len(missing)} of {len(tensors)} shards are missing)."

