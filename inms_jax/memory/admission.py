@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from inms_jax.errors import InvalidRequestError, VisibilityError
+from inms_jax.memory.fragment import Body, chain, check_fragment, same_until, take_apart
 from inms_jax.memory.index import Node
 from inms_jax.memory.layout import Layout, Piece, common_scope_prefix, lay_out
 from inms_jax.memory.lifecycle import PageState
@@ -20,7 +21,10 @@ from inms_jax.memory.tier import Scope, can_read
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnPlan:
-    """Keep the first `kept_pages` pages with `kept` tokens in them, retain `hits` after them, take `needed` more."""
+    """Keep the first `kept_pages` pages with `kept` tokens in them, retain `hits` after them, take `needed` more.
+
+    All of the own text; `body_pages` are those of its `bodies`, None for a body that nobody has computed.
+    """
 
     scope: Scope
     layout: Layout
@@ -32,15 +36,33 @@ class TurnPlan:
     hits: tuple[int, ...]
     copy: int
     branch_pages: int
+    bodies: tuple[Body, ...]
+    body_pages: tuple[tuple[int, ...] | None, ...]
+
+    @property
+    def own_total(self) -> int:
+        """Pages of its own text, if nothing of it is shared with anyone."""
+        return len(self.layout.starts) + self.branch_pages
 
     @property
     def total(self) -> int:
         """Pages that the turn holds at its end if nothing of it is shared with anyone."""
-        return len(self.layout.starts) + self.branch_pages
+        return self.own_total + len({id(node) for body in self.bodies for node in body.nodes})
 
     @property
     def needed(self) -> int:
-        return self.total - self.kept_pages - len(self.hits) + self.copy
+        return self.own_total - self.kept_pages - len(self.hits) + self.copy
+
+    @property
+    def retained(self) -> set[int]:
+        """Pages that the turn will hold from its start on and that it may not hold yet."""
+        return {*self.hits, *(page for pages in self.body_pages if pages is not None for page in pages)}
+
+    @property
+    def missing(self) -> tuple[tuple[Span, ...], ...]:
+        """Canonical contexts that must be computed first, each once."""
+        bodies = zip(self.bodies, self.body_pages, strict=True)
+        return tuple({body.nodes[-1].digest: body.canonical for body, pages in bodies if pages is None}.values())
 
     @property
     def written(self) -> int:
@@ -53,6 +75,8 @@ def check_readable(seq: Sequence, context: Items[Span], scope: Scope) -> None:
         if not (can_read(scope, span.scope) or span.scope in seq.readable):
             label = f"span {number}" if span.name is None else f"span {number} ({span.name!r})"
             raise VisibilityError(f"{label} of {len(context)} belongs to {span.scope}, which {scope} may not read.")
+        if span.root is not None:
+            check_fragment(span)
 
 
 def plan_turn(
@@ -66,18 +90,20 @@ def plan_turn(
     block_size: int,
 ) -> TurnPlan:
     """Lay out the context and the room for its answer, and compare it with what the sequence holds."""
-    length = sum(len(span.array) for span in context)
+    own = take_apart(context, store.index, block_size, caching=store.caching)
+    length = len(own.tokens)
     if length == 0:
         raise InvalidRequestError("A turn needs at least 1 token of context, got 0.")
-    pieces = [Piece(len(span.array), span.scope, span.published) for span in context]
+    if own.bodies and own.bodies[-1].at == length:
+        raise InvalidRequestError("A context cannot end with a fragment: its last token must be computed in place.")
     try:
-        layout = lay_out([*pieces, Piece(max_new_tokens, scope, False)], block_size)
+        layout = lay_out([*own.pieces, Piece(max_new_tokens, scope, False)], block_size)
     except ValueError as error:
         raise VisibilityError(str(error)) from error
     tokens = np.zeros(length + max_new_tokens, np.int32)
-    np.concatenate([span.array for span in context], out=tokens[:length])
-    nodes = _nodes(layout, tokens, length, store)
-    kept, kept_pages = _kept(seq, layout, tokens, length, nodes, store)
+    tokens[:length] = own.tokens
+    nodes = chain(layout, tokens, length, store.index, own.bodies) if store.caching else []
+    kept, kept_pages = _kept(seq, layout, tokens, length, nodes, own.bodies, store)
     plan = TurnPlan(
         scope=scope,
         layout=layout,
@@ -89,6 +115,8 @@ def plan_turn(
         hits=(),
         copy=0,
         branch_pages=(branches - 1) * (len(layout.starts) - layout.block_at(length)),
+        bodies=own.bodies,
+        body_pages=tuple(_body_pages(seq, body, store) for body in own.bodies),
     )
     return _with_hits(seq, plan, store)
 
@@ -99,20 +127,13 @@ def without_partial_page(seq: Sequence, plan: TurnPlan, store: PageStore) -> Tur
     return _with_hits(seq, replace(plan, kept=start, kept_pages=plan.kept_pages - 1, hits=(), copy=0), store)
 
 
-def _nodes(layout: Layout, tokens: np.ndarray, length: int, store: PageStore) -> list[Node | None]:
-    """The nodes of the complete blocks of the context."""
-    if not store.caching:
-        return []
-    nodes: list[Node | None] = []
-    data = memoryview(tokens.tobytes())
-    parent: Node | None = None
-    for start, end, closed, owner in zip(layout.starts, layout.ends, layout.closed, layout.scopes, strict=True):
-        if end > length or not closed:
-            break
-        if start == 0 or parent is not None:
-            parent = store.index.intern(parent, owner, bytes(data[4 * start : 4 * end]))
-        nodes.append(parent)
-    return nodes
+def _body_pages(seq: Sequence, body: Body, store: PageStore) -> tuple[int, ...] | None:
+    """The pages of a body: those that the sequence holds, else those that the index knows."""
+    for held, pages in zip(seq.bodies, seq.body_pages, strict=False):
+        if held.key == body.key:
+            return pages
+    found = [store.indexed(node) for node in body.nodes]
+    return None if None in found else tuple(page for page in found if page is not None)
 
 
 def _kept(
@@ -121,10 +142,14 @@ def _kept(
     tokens: np.ndarray,
     length: int,
     nodes: list[Node | None],
+    bodies: tuple[Body, ...],
     store: PageStore,
 ) -> tuple[int, int]:
-    """Tokens and pages that still stand: written by prefill, under the same tokens and scopes."""
+    """Tokens and pages that still stand: written by prefill, under the same tokens, scopes and fragments."""
     limit = min(seq.prefilled, length, common_scope_prefix(seq.layout, layout))
+    other_body = same_until(seq.bodies, bodies)
+    if other_body is not None:
+        limit = min(limit, other_body)
     differs = np.flatnonzero(seq.tokens[:limit] != tokens[:limit])
     common = int(differs[0]) if differs.size else limit
     kept = kept_pages = 0

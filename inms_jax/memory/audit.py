@@ -25,6 +25,7 @@ class Totals:
     kept_tokens: int = 0
     hit_tokens: int = 0
     computed_tokens: int = 0
+    fragment_tokens: int = 0
     copies: int = 0
     dropped_sequences: int = 0
     misses: Counter[MissReason] = field(default_factory=Counter)
@@ -53,6 +54,7 @@ def statistics(store: PageStore, sequences: Iterable[Sequence], totals: Totals) 
         kept_tokens=totals.kept_tokens,
         hit_tokens=totals.hit_tokens,
         computed_tokens=totals.computed_tokens,
+        fragment_tokens=totals.fragment_tokens,
         misses={reason: totals.misses[reason] for reason in MissReason},
         copies=totals.copies,
         evictions=store.evictions,
@@ -67,6 +69,8 @@ def page_map(store: PageStore, sequences: Iterable[Sequence]) -> list[PageInfo]:
         for start, end, page in zip(seq.layout.starts, seq.layout.ends, seq.pages, strict=False):
             holders[page].append(seq.handle)
             used[page] = max(used[page], min(end, seq.written) - start)
+        for page in dict.fromkeys(page for pages in seq.body_pages for page in pages):
+            holders[page].append(seq.handle)
     infos = []
     for page, scope in sorted(store.owner.items()):
         node = store.index.node_of(page)
@@ -117,7 +121,7 @@ def _verify_counts(store: PageStore) -> None:
 def _verify_pages(store: PageStore, sequences: Iterable[Sequence]) -> None:
     references = Counter(store.readers)
     for seq in sequences:
-        references.update(seq.pages)
+        references.update(seq.held)
     for page in range(1, store.pool.num_pages):
         state, counted = store.pool.state(page), store.pool.references(page)
         if counted != references[page]:
@@ -146,6 +150,14 @@ def _verify_sequence(store: PageStore, seq: Sequence) -> None:
     for page, scope in zip(seq.pages, seq.layout.scopes, strict=False):
         if store.owner[page].tier is not scope.tier:
             raise _broken(f"{seq.name} uses page {page} of {store.owner[page]} for text of {scope}")
+    needed = len(seq.bodies) if seq.in_turn else sum(body.at < seq.written for body in seq.bodies)
+    if len(seq.body_pages) != needed:
+        raise _broken(f"{seq.name} holds {len(seq.body_pages)} of {needed} bodies of fragments")
+    for body, pages in zip(seq.bodies, seq.body_pages, strict=False):
+        for node, page in zip(body.nodes, pages, strict=True):
+            keyed = store.index.node_of(page)
+            if store.owner[page] != node.scope or (keyed is not None and keyed is not node):
+                raise _broken(f"{seq.name} reads page {page} of {store.owner[page]}, not the block of its fragment")
 
 
 def _verify_copies(store: PageStore, sequences: Iterable[Sequence]) -> None:

@@ -60,8 +60,11 @@ class Fingerprints:
     hash_function: HashFunction
     _heads: dict[Scope, bytes] = field(default_factory=dict)
 
-    def block(self, scope: Scope, parent: bytes | None, tokens: bytes) -> bytes:
-        """Digest of a prefix block: `parent` is the digest of the block before, `tokens` int32 bytes."""
+    def block(self, scope: Scope, parent: bytes | None, tokens: bytes, bodies: bytes = b"") -> bytes:
+        """Digest of a block: `parent` is the digest of the block before, `tokens` int32 bytes.
+
+        `bodies`: which fragments stand before tokens of the block, and before which.
+        """
         head = self._heads.get(scope)
         if head is None:
             head = self._heads[scope] = encode(
@@ -75,7 +78,7 @@ class Fingerprints:
                     "prefix",
                 ]
             )
-        return self.hash_function(head + encode((parent, tokens)))
+        return self.hash_function(head + encode((parent, tokens, bodies) if bodies else (parent, tokens)))
 
     def forget(self, scope: Scope) -> None:
         """Drop what is cached for a scope that was closed."""

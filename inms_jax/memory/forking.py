@@ -53,6 +53,9 @@ def _share(part: Partition, parent: Sequence, scope: Scope) -> Sequence:
     child.layout, child.context_length = parent.layout, parent.context_length
     child.tokens, child.nodes, child.pages = parent.tokens.copy(), list(parent.nodes), list(parent.pages)
     child.written, child.prefilled = parent.written, parent.prefilled
-    for page in child.pages:
+    # A turn holds the bodies that it will reach later; a sequence between turns, those before what is written.
+    child.bodies = parent.bodies
+    child.body_pages = parent.body_pages[: sum(body.at < child.written for body in child.bodies)]
+    for page in child.held:
         part.store.retain(page)
     return child

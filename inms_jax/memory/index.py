@@ -34,6 +34,7 @@ class Node:
     scope: Scope
     tokens: bytes
     content: int
+    bodies: bytes = b""
     page: int | None = None
     claimant: int | None = None
 
@@ -58,14 +59,17 @@ class PrefixIndex:
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._evicted_memory = 4 * num_pages
 
-    def intern(self, parent: Node | None, scope: Scope, tokens: bytes) -> Node | None:
-        """The node of a block after `parent`. None when another block has its digest: it cannot be shared."""
-        digest = self._fingerprints.block(scope, None if parent is None else parent.digest, tokens)
+    def intern(self, parent: Node | None, scope: Scope, tokens: bytes, bodies: bytes = b"") -> Node | None:
+        """The node of a block after `parent`, with the fragments that stand inside it.
+
+        None when another block has its digest: it cannot be shared.
+        """
+        digest = self._fingerprints.block(scope, None if parent is None else parent.digest, tokens, bodies)
         node = self._nodes.get(digest)
         if node is None:
-            content = hash((0 if parent is None else parent.content, tokens))
-            node = self._nodes[digest] = Node(digest, parent, scope, tokens, content)
-        elif node.tokens != tokens or node.scope != scope or node.parent is not parent:
+            content = hash((0 if parent is None else parent.content, tokens, bodies))
+            node = self._nodes[digest] = Node(digest, parent, scope, tokens, content, bodies)
+        elif (node.tokens, node.bodies, node.scope) != (tokens, bodies, scope) or node.parent is not parent:
             return None
         return node
 

@@ -22,6 +22,8 @@ class Piece:
     length: int
     scope: Scope
     published: bool
+    joins: bool = False
+    """Narrows the scope of what follows even without a token here: KV after it depends on text of its scope."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,12 +79,14 @@ def lay_out(pieces: Sequence[Piece], block_size: int) -> Layout:
     position = 0
     scope: Scope | None = None
     for piece in pieces:
-        if piece.length == 0:
+        if piece.length == 0 and not piece.joins:
             continue
         after = effective_scope(scope, piece.scope)
         if scope is not None and closed and after.tier is not scope.tier:
             closed[-1] = True
         scope = after
+        if piece.length == 0:
+            continue
         end = position + piece.length
         if closed and not closed[-1]:
             position = ends[-1] = min(starts[-1] + block_size, end)

@@ -19,12 +19,18 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of prompt tokens with one owner: `scope` is its author's, `published` closes its last page."""
+    """A run of prompt tokens with one owner: `scope` is its author's, `published` closes its last page.
+
+    root: not None makes it a fragment: all but its first `link` tokens are read from where they were computed
+        directly after these spans (memory/fragment.py).
+    """
 
     tokens: tuple[int, ...]
     scope: Scope
     published: bool = False
     name: str | None = None
+    root: "tuple[Span, ...] | None" = None
+    link: int = 0
     array: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -35,6 +41,11 @@ class Span:
         array = wide.astype(np.int32)
         array.flags.writeable = False
         object.__setattr__(self, "array", array)
+
+    @property
+    def in_place(self) -> "Span":
+        """The same text as an ordinary span."""
+        return self if self.root is None else Span(self.tokens, self.scope, self.published, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +58,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillChunk:
-    """The next tokens of one sequence's context: token i stands at `start + i`."""
+    """The next own tokens of one sequence's context, from number `start` on, and where each stands in it."""
 
     tokens: Int32[np.ndarray, " T"]
     start: int
+    positions: Int32[np.ndarray, " T"]
     write_page: Int32[np.ndarray, " T"]
     write_slot: Int32[np.ndarray, " T"]
     copies: tuple[Copy, ...]
@@ -103,8 +115,7 @@ class StepPlan:
 
 def plan_prefill(chunk: PrefillChunk, row: Row, *, num_tokens: int, num_entries: int, num_copies: int) -> StepPlan:
     """The step of one chunk, padded to `num_tokens` rows, `num_entries` page entries and `num_copies` copies."""
-    positions = np.arange(chunk.start, chunk.start + len(chunk.tokens), dtype=np.int32)
-    columns = (chunk.tokens, positions, chunk.write_page, chunk.write_slot)
+    columns = (chunk.tokens, chunk.positions, chunk.write_page, chunk.write_slot)
     return _plan(columns, num_tokens, [row], 1, num_entries, chunk.copies, num_copies)
 
 

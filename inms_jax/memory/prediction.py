@@ -9,10 +9,12 @@ against it. The rules, once more and independently:
   effective tier is not private.
 - A block that ended is *complete* and is stored once for all contexts with the same scope, the same tokens in it and
   the same blocks before it. A last block that may still grow belongs to its holder alone.
+- Of a fragment the first `link` tokens are its reader's text. The rest takes the blocks that hold it in a context of
+  the root and the fragment alone; no other block of that context is held.
 """
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PRIVATE = 2
 
@@ -26,6 +28,9 @@ class Piece:
     tier: int
     scope: Hashable
     published: bool = False
+    root: "tuple[Piece, ...] | None" = None
+    """Not None: a fragment after these pieces."""
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +45,34 @@ class Context:
 def predict_pages(contexts: Iterable[Context], block_size: int) -> int:
     """Distinct blocks of all contexts together."""
     numbers: dict[Hashable, int] = {}
-    for context in contexts:
-        before = 0
+    held: set[int] = set()
+
+    def number(context: Context, first: int) -> None:
+        """Count the blocks of a context that hold one of its own tokens from `first` on."""
+        before = end = 0
         for scope, content, holder in _blocks(context, block_size):
             before = numbers.setdefault((before, scope, content, holder), len(numbers) + 1)
-    return len(numbers)
+            end += sum(taken for _, _, taken in content)
+            if end > first:
+                held.add(before)
+
+    for context in contexts:
+        number(context, 0)
+        for piece in context.pieces:
+            if piece.root is not None:
+                alone = (*(replace(part, published=True) for part in piece.root), replace(piece, root=None))
+                number(Context(alone, None), sum(part.length for part in piece.root) + piece.link)
+    return len(held)
 
 
-def _blocks(context: Context, block_size: int) -> list[tuple[Hashable, Hashable, Hashable]]:
-    """Per block: its scope, what is in it, and its holder when it is not complete."""
-    done: list[tuple[Hashable, Hashable, Hashable]] = []
+Content = tuple[tuple[Hashable, int, int], ...]
+
+
+def _blocks(context: Context, block_size: int) -> list[tuple[Hashable, Content, Hashable]]:
+    """Per block of the own text: its scope, what is in it, and its holder when it is not complete."""
+    done: list[tuple[Hashable, Content, Hashable]] = []
     content: list[tuple[Hashable, int, int]] = []
+    bodies: list[tuple[Hashable, int, int]] = []  # that the next token stands after
     room, tier, scope = block_size, 0, None
 
     def close() -> None:
@@ -62,18 +84,22 @@ def _blocks(context: Context, block_size: int) -> list[tuple[Hashable, Hashable,
     for piece in context.pieces:
         if piece.length == 0:
             continue
+        own = piece.length if piece.root is None else piece.link
         if piece.tier > tier:
             close()
         if piece.tier >= tier:
             tier, scope = piece.tier, piece.scope
         offset = 0
-        while offset < piece.length:
-            taken = min(room, piece.length - offset)
-            content.append((piece.identity, offset, taken))
+        while offset < own:
+            taken = min(room, own - offset)
+            content += [*bodies, (piece.identity, offset, taken)]
+            bodies = []
             offset, room = offset + taken, room - taken
             if room == 0:
                 close()
-        if piece.published and tier < PRIVATE:
+        if piece.root is not None:
+            bodies.append(((piece.identity, piece.root, piece.link), 0, 0))
+        elif piece.published and tier < PRIVATE:
             close()
     if content:
         done.append((scope, tuple(content), ("unfinished", context.holder)))

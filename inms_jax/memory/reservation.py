@@ -21,7 +21,7 @@ def make_room(
     store: PageStore, sequences: Iterable[Sequence], seq: Sequence, plan: TurnPlan
 ) -> tuple[int, list[Sequence]]:
     """Pages the turn could have, and the idle sequences to drop for that, the longest idle first. Changes nothing."""
-    pinned = set(plan.hits)
+    pinned = plan.retained
     cached_hits = sum(store.pool.references(page) == 0 for page in pinned)
     available = unreserved(store, sequences) - cached_hits
     left: dict[int, int] = {}
@@ -33,7 +33,7 @@ def make_room(
             count += left[page] == 0 and page not in pinned
         return count
 
-    available += gained(seq.pages[plan.kept_pages :])
+    available += gained(seq.held[plan.kept_pages :])
     idle = sorted(
         (other for other in sequences if other.pages and not other.in_turn and other is not seq),
         key=lambda other: other.last_used,
@@ -43,7 +43,7 @@ def make_room(
         if available >= plan.needed:
             break
         dropped.append(other)
-        available += gained(other.pages)
+        available += gained(other.held)
     return available, dropped
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from inms_jax.memory.fragment import Body, row_with_bodies
 from inms_jax.memory.index import Node
 from inms_jax.memory.layout import Layout, lay_out
 from inms_jax.memory.lifecycle import SequenceState
@@ -37,7 +38,11 @@ def _no_tokens() -> np.ndarray:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Invariant: `pages` are those of the first blocks of `layout`, one each, without a gap."""
+    """Invariant: `pages` are those of the first blocks of `layout`, one each, without a gap.
+
+    Layout, tokens and all counts are of the own text: the context without the bodies of its fragments, whose pages
+    are in `body_pages`, those of the first bodies, without a gap.
+    """
 
     handle: SequenceHandle
     scope: Scope
@@ -50,6 +55,8 @@ class Sequence:
     # One per complete block of the context; None where a key collided.
     nodes: list[Node | None] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    bodies: tuple[Body, ...] = ()
+    body_pages: list[tuple[int, ...]] = field(default_factory=list)
     # Tokens whose KV is in the pages, and the first of them that prefill did not write.
     written: int = 0
     prefilled: int = 0
@@ -80,6 +87,11 @@ class Sequence:
         return len(self.layout.starts) - len(self.pages) + self.copy_reserved + self.branch_reserved
 
     @property
+    def held(self) -> list[int]:
+        """Every page that the sequence holds, once for each time it does."""
+        return [*self.pages, *(page for pages in self.body_pages for page in pages)]
+
+    @property
     def target(self) -> int | None:
         """The held page that the next token of this turn is written to; None when that takes a new page."""
         if not self.in_turn:
@@ -102,6 +114,7 @@ class Sequence:
             kept_tokens=self.kept_tokens,
             hit_tokens=self.hit_tokens,
             computed_tokens=self.computed_tokens,
+            fragment_tokens=sum(body.length for body in self.bodies),
             misses=dict(told),
         )
 
@@ -109,6 +122,8 @@ class Sequence:
     def row(self) -> Row:
         """The page table line of the sequence, with what was planned last."""
         used = self.written if self.pending is None else max(self.written, self.pending.end)
+        if self.bodies:
+            return row_with_bodies(self.layout, self.pages, self.bodies, self.body_pages, used)
         blocks = self.layout.blocks_before(used)
         starts = self.layout.start_array[:blocks]
         ends = np.minimum(np.array(self.layout.ends[:blocks], np.int32), np.int32(used)) - starts

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from inms_jax.memory.lifecycle import PageState
+from inms_jax.memory.plan import Span
 from inms_jax.memory.policy import MissReason
 from inms_jax.memory.tier import Scope, Tier
 
@@ -19,12 +20,16 @@ class SequenceHandle:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Whether a turn may start now. Not admitted: nothing was changed, ask again when pages were given back."""
+    """Whether a turn may start now. Not admitted: nothing was changed, ask again when pages were given back.
+
+    missing: canonical contexts of fragments that nobody has computed yet; a turn of each, with no new token, does.
+    """
 
     admitted: bool
     needed: int
     available: int
     reason: str | None = None
+    missing: tuple[tuple[Span, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,14 @@ class MatchResult:
 
 @dataclass(frozen=True, slots=True)
 class TurnUsage:
-    """Tokens of one turn: kept = held since the turn before, hit = found in the index, the rest computed."""
+    """Tokens of one turn: kept = held since the turn before, hit = found in the index, fragment = bodies of fragments
+    read from where they stand, the rest computed."""
 
     cached_tokens: int
     kept_tokens: int
     hit_tokens: int
     computed_tokens: int
+    fragment_tokens: int
     misses: Mapping[MissReason, int]
 
 
@@ -77,6 +84,7 @@ class MemoryStats:
     kept_tokens: int
     hit_tokens: int
     computed_tokens: int
+    fragment_tokens: int
     misses: Mapping[MissReason, int]
     copies: int
     evictions: int

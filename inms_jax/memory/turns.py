@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 
 from inms_jax.errors import CapacityError, InvalidRequestError
 from inms_jax.memory.admission import TurnPlan, check_readable, plan_turn, without_partial_page
+from inms_jax.memory.fragment import own_length
 from inms_jax.memory.lifecycle import SEQUENCE_TRANSITIONS, SequenceEvent, SequenceState, advance
 from inms_jax.memory.partition import Partition, require_no_plan, require_same_group
 from inms_jax.memory.plan import Span
@@ -52,6 +53,9 @@ def begin_turn(
             f"of context, {max_new_tokens} new ones and {branches} branches: the pool has {most}. Shorten the "
             "context, lower max_tokens or enlarge the pool."
         )
+    if plan.missing:
+        reason = f"{len(plan.missing)} fragments have to be computed after their roots first"
+        return Admission(False, plan.needed, part.store.available, reason, plan.missing)
     available, dropped = make_room(part.store, part.sequences, seq, plan)
     if available < plan.needed and plan.copy:
         plan = without_partial_page(seq, plan, part.store)
@@ -78,15 +82,17 @@ def end_turn(part: Partition, seq: Sequence, *, keep: bool, history_len: int) ->
     seq.state = after
     seq.copy_reserved = seq.branch_reserved = 0
     seq.last_used = part.tick()
-    part.writer.truncate(seq, seq.written if keep else history_len)
+    part.writer.truncate(seq, seq.written if keep else own_length(seq.bodies, history_len))
 
 
 def _start(part: Partition, seq: Sequence, plan: TurnPlan, state: SequenceState) -> None:
-    for page in plan.hits:
+    body_pages = [pages for pages in plan.body_pages if pages is not None]
+    for page in (*plan.hits, *(page for pages in body_pages for page in pages)):
         part.store.retain(page)
-    for page in reversed(seq.pages[plan.kept_pages :]):
+    for page in reversed(seq.held[plan.kept_pages :]):
         part.store.let_go(page, superseded=True)
     seq.pages = [*seq.pages[: plan.kept_pages], *plan.hits]
+    seq.bodies, seq.body_pages = plan.bodies, body_pages
     seq.state, seq.scope, seq.readable = state, plan.scope, seq.readable | {plan.scope}
     seq.layout, seq.tokens, seq.nodes = plan.layout, plan.tokens, plan.nodes
     seq.context_length = plan.context_length
@@ -98,3 +104,4 @@ def _start(part: Partition, seq: Sequence, plan: TurnPlan, state: SequenceState)
     part.writer.seal_blocks(seq, range(plan.kept_pages))
     part.totals.kept_tokens += seq.kept_tokens
     part.totals.hit_tokens += seq.hit_tokens
+    part.totals.fragment_tokens += sum(body.length for body in seq.bodies)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from inms_jax.errors import InvalidRequestError, StateError
+from inms_jax.memory.fragment import between, first_shifted, positions
 from inms_jax.memory.lifecycle import PageState
 from inms_jax.memory.plan import NULL_PAGE, Copy, DecodeSlot, PrefillChunk
 from inms_jax.memory.policy import MissReason
@@ -56,6 +57,7 @@ class Writer:
             chunk = PrefillChunk(
                 tokens=seq.tokens[length - 1 : length].copy(),
                 start=length - 1,
+                positions=positions(seq.bodies, np.array([length - 1], np.int32)),
                 write_page=np.array([NULL_PAGE], np.int32),
                 write_slot=np.zeros(1, np.int32),
                 copies=(),
@@ -81,13 +83,14 @@ class Writer:
                 node.claimant = seq.handle.id
                 seq.claims.append(node)
         copies = self._open_pages(seq, first, last, sequences)
-        positions = np.arange(start, end, dtype=np.int32)
-        blocks = np.searchsorted(seq.layout.start_array, positions, side="right") - 1
+        numbers = np.arange(start, end, dtype=np.int32)
+        blocks = np.searchsorted(seq.layout.start_array, numbers, side="right") - 1
         chunk = PrefillChunk(
             tokens=seq.tokens[start:end].copy(),
             start=start,
+            positions=positions(seq.bodies, numbers),
             write_page=np.array(seq.pages, np.int32)[blocks],
-            write_slot=positions - seq.layout.start_array[blocks],
+            write_slot=numbers - seq.layout.start_array[blocks],
             copies=copies,
             is_last=end == length,
         )
@@ -120,7 +123,8 @@ class Writer:
         block = seq.layout.block_at(position)
         copies = self._open_pages(seq, block, block, sequences)
         seq.tokens[position] = token
-        slot = DecodeSlot(token, position, seq.pages[block], position - seq.layout.starts[block], copies)
+        place = int(positions(seq.bodies, np.array([position], np.int32))[0])
+        slot = DecodeSlot(token, place, seq.pages[block], position - seq.layout.starts[block], copies)
         seq.pending = Pending(slot, position + 1, 0, Counter())
         return slot
 
@@ -162,6 +166,11 @@ class Writer:
             # Later blocks are found only through earlier ones, so they are the first to be evicted.
             self._store.let_go(page)
         del seq.pages[blocks:]
+        needed = sum(body.at < seq.written for body in seq.bodies)
+        for pages in seq.body_pages[needed:]:
+            for page in reversed(pages):
+                self._store.let_go(page)
+        del seq.body_pages[needed:]
 
     def seal_blocks(self, seq: Sequence, blocks: Iterable[int]) -> None:
         """Publish those of the blocks that are complete and written by prefill."""
@@ -180,6 +189,13 @@ class Writer:
                 self._store.let_go(page)
 
     def _chunk_end(self, seq: Sequence, first: int, end: int) -> int:
+        """Where the chunk must end: before a block that is, or will be, there, and before the first relocated page.
+
+        Whether a chunk sees relocated pages decides which program computes it, so a token's must always be the same.
+        """
+        moved = first_shifted(seq.bodies)
+        if moved is not None and seq.written < moved:
+            end = min(end, moved)
         for block in range(first + 1, len(seq.layout.starts)):
             if seq.layout.starts[block] >= end:
                 break
@@ -213,7 +229,8 @@ class Writer:
                 continue
             start, end = seq.layout.starts[index], seq.layout.ends[index]
             tokens = seq.tokens[start:end].tobytes()
-            seq.nodes.append(self._store.index.intern(parent, seq.layout.scopes[index], tokens))
+            inside = between(seq.bodies, start, end)
+            seq.nodes.append(self._store.index.intern(parent, seq.layout.scopes[index], tokens, inside))
 
     def _miss_reason(self, seq: Sequence, block: int) -> MissReason:
         if not self._store.caching:

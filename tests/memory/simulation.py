@@ -2,7 +2,7 @@
 
 The value of a token is a digest of it and all tokens before it, as KV is; beside it stands the effective scope under
 which it was computed. A test applies plans to the pool and reads rows back: a reader must see the chain of its own
-context, computed under no scope but its own ones.
+context, computed under no scope but its own ones. The body of a fragment has the values of its canonical context.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from inms_jax.memory.fingerprint import CacheIdentity, HashFunction
+from inms_jax.memory.fragment import canonical_context
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span, StepPlan, plan_decode, plan_prefill
 from inms_jax.memory.stats import SequenceHandle
@@ -28,18 +29,27 @@ def chain(spans: Sequence[Span]) -> list[int]:
     values: list[int] = []
     value = 0
     for span in spans:
-        for token in span.tokens:
+        own = len(span.tokens) if span.root is None else span.link
+        for token in span.tokens[:own]:
             value = hash((value, token))
             values.append(value)
+        if span.root is not None:
+            body = chain(canonical_context(span))[own - len(span.tokens) :]
+            values += body
+            value = hash((value, own, *body))
     return values
 
 
 def scopes(spans: Sequence[Span]) -> list[Scope]:
     """The effective scope of each token: the narrowest so far, the latest of that tier."""
     result: list[Scope] = []
+    before: Scope | None = None
     for span in spans:
-        before = result[-1] if result else span.scope
-        result += [span.scope if span.scope.tier >= before.tier else before] * len(span.tokens)
+        before = span.scope if before is None or span.scope.tier >= before.tier else before
+        own = len(span.tokens) if span.root is None else span.link
+        result += [before] * own
+        if span.root is not None:
+            result += scopes(canonical_context(span))[own - len(span.tokens) :]
     return result
 
 
@@ -74,8 +84,10 @@ class Device:
         values: list[int] = []
         how: list[int] = []
         owners: set[Scope] = set()
-        for page, begin, end, position in zip(row.page, row.begin, row.end, row.position, strict=True):
-            assert position == len(values)
+        shifts = np.zeros(len(row), np.int32) if row.shift is None else row.shift
+        for page, begin, end, position, shift in zip(row.page, row.begin, row.end, row.position, shifts, strict=True):
+            assert begin < end
+            assert position + begin + shift == len(values)
             values += self.values[page, begin:end].tolist()
             how += self.how[page, begin:end].tolist()
             owners |= set(self.scope[page, begin:end])
@@ -113,9 +125,9 @@ class Lab:
             chunk, row, num_tokens=len(chunk.tokens) + 1, num_entries=len(row) + 1, num_copies=len(chunk.copies)
         )
         flat = [token for span in spans for token in span.tokens]
-        stop = chunk.start + len(chunk.tokens)
-        assert chunk.tokens.tolist() == flat[chunk.start : stop]
-        self.device.run(plan, chain(spans)[chunk.start : stop], scopes(spans)[chunk.start : stop], PREFILL)
+        values, owners = chain(spans), scopes(spans)
+        assert chunk.tokens.tolist() == [flat[i] for i in chunk.positions]
+        self.device.run(plan, [values[i] for i in chunk.positions], [owners[i] for i in chunk.positions], PREFILL)
 
     def apply_decode(
         self, handles: Sequence[SequenceHandle], slots: Sequence[DecodeSlot], contexts: Sequence[Sequence[Span]]
@@ -156,8 +168,19 @@ class Lab:
         scope: Scope | None = None,
     ) -> None:
         admission = self.memory.begin_turn(handle, spans, max_new_tokens=new, branches=branches, new_scope=scope)
+        if admission.missing:
+            encoders = [self.encode(context) for context in admission.missing]
+            admission = self.memory.begin_turn(handle, spans, max_new_tokens=new, branches=branches, new_scope=scope)
+            for encoder in encoders:
+                self.memory.release(encoder)
         assert admission.admitted, admission
         self.memory.verify()
+
+    def encode(self, context: Sequence[Span]) -> SequenceHandle:
+        """Compute a canonical context; the sequence that holds it."""
+        encoder = self.memory.register(context[-1].scope)
+        self.turn(encoder, context, context[-1].scope)
+        return encoder
 
     def say(self, handle: SequenceHandle, spans: Sequence[Span], tokens: Sequence[int], scope: Scope) -> list[Span]:
         """Decode `tokens` after a prefilled context; the context with them."""

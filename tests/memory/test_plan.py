@@ -13,7 +13,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 ROW = Row(ints(5, 6), ints(0, 0), ints(4, 2), ints(0, 4))
-CHUNK = PrefillChunk(ints(8, 9), 4, ints(6, 6), ints(0, 1), (Copy(3, 6),), True)
+CHUNK = PrefillChunk(ints(8, 9), 4, ints(4, 5), ints(6, 6), ints(0, 1), (Copy(3, 6),), True)
 
 
 def test_prefill_is_padded_with_the_null_page():

@@ -1,5 +1,7 @@
 """Page counts worked out by hand."""
 
+from dataclasses import replace
+
 from inms_jax.memory.prediction import Context, Piece, predict_pages
 
 SYSTEM = Piece("system", 300, 0, "t", published=True)
@@ -48,3 +50,34 @@ def test_equal_text_after_different_text_is_stored_again():
     one = Context((SYSTEM, TOOLS), "a")
     other = Context((TOOLS, SYSTEM), "b")
     assert predict_pages([one, other], 128) == 4 + 4
+
+
+DOCUMENT = Piece(
+    "document", 10, 0, "acme", published=True, root=(Piece("system", 6, 0, "acme", published=True),), link=3
+)
+
+
+def test_a_fragment_is_stored_once_beside_the_link_tokens_of_each_reader():
+    system = Piece("system", 6, 0, "acme", published=True)
+
+    def reader(name: str, length: int) -> Context:
+        return Context((system, notes(name, length), DOCUMENT, notes(name, 2, "question")), name)
+
+    # Pages of 4: system 2, the body 3; notes, link and question of each reader are packed.
+    assert predict_pages([reader("a", 5)], 4) == 2 + 3 + 3
+    assert predict_pages([reader("a", 5), reader("b", 12)], 4) == 2 + 3 + 3 + 5
+
+
+def test_blocks_that_only_the_link_tokens_would_need_are_not_held():
+    long_link = replace(DOCUMENT, link=8)
+    context = Context((notes("a", 4), long_link, notes("a", 1, "question")), "a")
+    assert predict_pages([context], 4) == 4 + 1  # the document stands in pages of 4, 4 and 2: only the last is read
+
+
+def test_the_same_text_after_different_fragments_is_stored_again():
+    def after(identity: str) -> Context:
+        document = replace(DOCUMENT, identity=identity, length=8, link=0)
+        return Context((notes("a", 4), document, notes("a", 4, "same"), notes("a", 1, "more")), ("holder", identity))
+
+    assert predict_pages([after("x"), after("x")], 4) == 1 + 2 + 1 + 1
+    assert predict_pages([after("x"), after("y")], 4) == 1 + 2 * (2 + 1 + 1)
