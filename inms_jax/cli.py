@@ -1,4 +1,4 @@
-"""The command line: `inms-jax demo | map | generate | models`.
+"""The command line: `inms-jax demo | map | generate | models | plan`.
 
 Errors are one line on stderr and exit code 2, the traceback only with --debug. Everything heavy is imported inside the
 command that needs it, so that --help is fast.
@@ -85,6 +85,24 @@ def _parser() -> argparse.ArgumentParser:
 
     models = commands.add_parser("models", parents=[common], help="which models are known, and which are here")
     models.set_defaults(command=_models)
+
+    plan = commands.add_parser(
+        "plan", parents=[common], help="what fits on a device: weights, pages, agents without and with sharing"
+    )
+    plan.add_argument("model", metavar="MODEL", help="a preset such as llama-2-7b, or a file or folder with its config")
+    plan.add_argument("--memory", required=True, metavar="SIZE", help='of the device, such as "80GB" or "16GiB"')
+    plan.add_argument("--agents", type=int, required=True, metavar="INT")
+    plan.add_argument(
+        "--context", type=int, required=True, metavar="INT", help="tokens of each agent, answers included"
+    )
+    plan.add_argument("--public", type=float, required=True, metavar="FLOAT", help="published part of it, 0 to 1")
+    plan.add_argument(
+        "--texts", type=int, default=1, metavar="INT", help="published texts it consists of (%(default)s)"
+    )
+    plan.add_argument("--block-size", type=int, default=128, metavar="INT", help="tokens of a page (%(default)s)")
+    plan.add_argument("--dtype", default="bfloat16", help="of the weights (%(default)s)")
+    plan.add_argument("--kv-cache-dtype", default="auto", help="of the pages; auto is that of the weights")
+    plan.set_defaults(command=_plan)
     return parser
 
 
@@ -176,6 +194,24 @@ def _models(options: argparse.Namespace) -> None:
         for model in found
     ]
     _write_json(options.json, {"cache_dir": str(cache), "models": rows})
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from inms_jax.capacity import Work, model_preset, plan_capacity
+    from inms_jax.capacity_report import print_capacity
+
+    found = plan_capacity(
+        model_preset(options.model),
+        options.memory,
+        Work(agents=options.agents, context=options.context, public=options.public, texts=options.texts),
+        block_size=options.block_size,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
+    print_capacity(found, Console())
+    _write_json(options.json, found.to_json())
 
 
 def _write_json(path: Path | None, value: dict[str, Any]) -> None:

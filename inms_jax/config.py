@@ -9,6 +9,8 @@ from inms_jax.errors import ConfigError, InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 16
+DEVICE_MEMORY_FRACTION = 0.9
+"""Part of a device's memory for weights and pages together; programs and their temporaries have the rest."""
 _INT32_MAX = 2**31 - 1
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

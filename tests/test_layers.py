@@ -15,6 +15,8 @@ PACKAGE = ROOT / "inms_jax"
 HOST = [
     "config.py",
     "errors.py",
+    "capacity.py",
+    "capacity_report.py",
     "memory",
     "text",
     "engine/segment.py",
@@ -36,7 +38,7 @@ FLOORS: list[list[str]] = [
     ["weights"],
     ["engine"],
     ["llm", "isolation", "tenants", "agents"],
-    ["eval", "metrics"],
+    ["eval", "metrics", "capacity", "capacity_report"],
     ["cli", "__init__"],
 ]
 
