@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from inms_jax.config import EngineConfig, SamplingParams
     from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from inms_jax.engine.segment import Segment
-    from inms_jax.llm import LLM, Stats
+    from inms_jax.llm import LLM
     from inms_jax.memory.tier import Scope, Tier
+    from inms_jax.stats import AgentStats, HomeStats, Stats
     from inms_jax.tenants import Group, Tenant
 
 __version__ = "0.1.0"
@@ -20,15 +21,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "llm",
     "Agent": "agents",
+    "AgentStats": "stats",
     "CompletionOutput": "engine.outputs",
     "EngineConfig": "config",
     "Group": "tenants",
+    "HomeStats": "stats",
     "Logprob": "engine.outputs",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "config",
     "Scope": "memory.tier",
     "Segment": "engine.segment",
-    "Stats": "llm",
+    "Stats": "stats",
     "Tenant": "tenants",
     "Tier": "memory.tier",
 }
@@ -36,9 +39,11 @@ _HOMES = {
 __all__ = [
     "LLM",
     "Agent",
+    "AgentStats",
     "CompletionOutput",
     "EngineConfig",
     "Group",
+    "HomeStats",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

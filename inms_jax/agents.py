@@ -21,6 +21,7 @@ from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, Visib
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
+from inms_jax.stats import AgentStats, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +243,11 @@ class Agent(Handle):
         """The history as token ids, as the next turn will find it."""
         return self._services.core.call(lambda: self._conversation.token_ids)
 
+    def stats(self) -> AgentStats:
+        """Its own turns and pages; says nothing of other agents."""
+        self._require_open()
+        return View(self._services).agent(self.full_name, self.scope, self._handle)
+
     def snapshot(self) -> AgentSnapshot:
         """Context and KV as they are between two steps; observers of the engine may call it too."""
         return self._services.core.call(self._snapshot)
@@ -305,6 +311,7 @@ class Agent(Handle):
             self._services.memory.release(self._handle)
         for lineage in self._lineages:
             self._services.drop_scope(lineage)
+        self._services.accounts.close(self.scope)
 
     # ---- turns (Owner protocol; engine thread) -----------------------------------------------------------------
 
@@ -382,6 +389,7 @@ class _Turn:
         if request.handle is not None:
             length = request.history_len if kept else agent._history_len
             agent._services.memory.end_turn(request.handle, keep=kept, history_len=length)
+            agent._services.count_turn(agent.scope, request)
         if kept:
             reply = ReplyItem(tuple(request.branches[0].token_ids), conversation.scope)
             conversation.extend([*self.items, reply])

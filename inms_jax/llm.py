@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,7 @@ from inms_jax.engine.core import EngineCore
 from inms_jax.engine.levels import split_entries
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
-from inms_jax.engine.report import Counters, StepReport
+from inms_jax.engine.report import StepReport
 from inms_jax.engine.request import Request, TurnStart
 from inms_jax.engine.rounding import agreeing_buckets, shared_rows_agree
 from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
@@ -29,8 +29,9 @@ from inms_jax.memory.events import KVEvent
 from inms_jax.memory.fingerprint import CacheIdentity
 from inms_jax.memory.manager import MemoryManager, SequenceHandle
 from inms_jax.memory.plan import Span
-from inms_jax.memory.stats import MemoryStats, PageInfo
+from inms_jax.memory.stats import PageInfo
 from inms_jax.memory.tier import Scope
+from inms_jax.stats import Stats, View
 from inms_jax.tenants import Tenant
 from inms_jax.weights import LoadedModel, default_cache_dir, load
 
@@ -39,23 +40,6 @@ log = logging.getLogger("inms_jax")
 _PLAIN = Scope("plain", None, "plain")
 """The built-in owner of `generate` and `chat`; ids of tenants end with a generation, so none is equal."""
 Prompt = str | Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """The operator's view: pages, work done, and bytes.
-
-    used / cached / free pages are in `memory` (held = used); a page takes `page_bytes` of device memory.
-    """
-
-    memory: MemoryStats
-    work: Counters
-    page_bytes: int
-    compiled_programs: int
-
-    @property
-    def kv_bytes_held(self) -> int:
-        return self.memory.held * self.page_bytes
 
 
 class LLM:
@@ -228,7 +212,15 @@ class LLM:
 
     def stats(self) -> Stats:
         """Pages by state, tier and owner; tokens computed and reused; programs compiled in this process."""
-        return Stats(self._services.memory.stats(), self._core.counters_now(), self.page_bytes, compiled_programs())
+        view = View(self._services)
+        return Stats(
+            memory=self._services.memory.stats(),
+            work=self._core.counters_now(),
+            page_bytes=self.page_bytes,
+            compiled_programs=compiled_programs(),
+            pages=view.tiers(),
+            tenants={name: tenant._stats(view) for name, tenant in dict(self._tenants).items()},
+        )
 
     def memory_map(self) -> list[PageInfo]:
         """Every page that is not free: owner, tier, state, reference count, tokens."""

@@ -49,9 +49,12 @@ class KVCollector(Collector):
         for state, count in _PAGES:
             pages.add_metric([state], count(memory))
         yield pages
-        tiers = GaugeMetricFamily("inms_jax_kv_tier_pages", "Pages that are not free, by tier", labels=["tier"])
-        for tier, number in memory.by_tier.items():
-            tiers.add_metric([tier.name.lower()], number)
+        tiers = GaugeMetricFamily(
+            "inms_jax_kv_tier_pages", "Pages that are not free, by tier and state", labels=["tier", "state"]
+        )
+        for tier, counts in stats.pages.items():
+            for state, number in (("used", counts.used), ("cached", counts.cached), ("fenced", counts.fenced)):
+                tiers.add_metric([tier.name.lower(), state], number)
         yield tiers
         yield GaugeMetricFamily("inms_jax_kv_page_bytes", "Device bytes of one page", stats.page_bytes)
         yield GaugeMetricFamily("inms_jax_kv_reserved_pages", "Pages that running turns may take", memory.reserved)

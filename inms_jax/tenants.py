@@ -10,6 +10,7 @@ from inms_jax.agents import Agent, ContextItem, Home
 from inms_jax.engine.services import Services
 from inms_jax.errors import ConfigError, InvalidRequestError
 from inms_jax.memory.tier import Scope
+from inms_jax.stats import AgentStats, HomeStats, View
 
 
 class Tenant(Home):
@@ -46,6 +47,16 @@ class Tenant(Home):
         """A new agent of no group. `context` lists published names and private Segments, in order."""
         return self._agent(name, context, tools)
 
+    def stats(self) -> HomeStats:
+        """Its own turns and pages, with its groups and agents; says nothing of other tenants."""
+        self._require_open()
+        return self._stats(View(self._services))
+
+    def _stats(self, view: View) -> HomeStats:
+        # Copies of dicts, not the lock of the names: the engine thread may ask too.
+        groups = {name: group._stats(view) for name, group in dict(self.groups).items()}
+        return view.home(self.name, self.scope, _agents(view, self), groups)
+
     def close(self) -> None:
         """End the tenant with all its groups and agents; its pages go."""
         with self._services.lock:
@@ -58,6 +69,7 @@ class Tenant(Home):
         for agent in agents:
             agent.close()
         self._services.drop_scope(self.scope)
+        self._services.accounts.close(self.scope)
         with self._services.lock:
             self._tenants.pop(self.name, None)
 
@@ -89,6 +101,14 @@ class Group(Home):
         """A new member. `context` lists published names and private Segments, in order."""
         return self._agent(name, context, tools)
 
+    def stats(self) -> HomeStats:
+        """The turns and pages of this group, with its members; says nothing of other groups."""
+        self._require_open()
+        return self._stats(View(self._services))
+
+    def _stats(self, view: View) -> HomeStats:
+        return view.home(self.name, self.scope, _agents(view, self), {})
+
     def close(self, force: bool = False) -> None:
         """Refuse new members and publishes; members go on and the pages go with the last. `force` ends them."""
         with self._services.lock:
@@ -105,3 +125,9 @@ class Group(Home):
                 del self.tenant.groups[self.name]
         if last:
             self._services.drop_scope(self.scope)
+            self._services.accounts.close(self.scope)
+
+
+def _agents(view: View, home: Home) -> dict[str, AgentStats]:
+    agents = dict(home.agents)
+    return {name: view.agent(agent.full_name, agent.scope, agent._handle) for name, agent in agents.items()}

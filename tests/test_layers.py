@@ -27,6 +27,7 @@ HOST = [
     "engine/report.py",
     "engine/levels.py",
     "engine/outputs.py",
+    "engine/accounts.py",
 ]
 
 # From bottom to top; a file may import from its own floor (without cycles) and from the floors below.
@@ -37,7 +38,7 @@ FLOORS: list[list[str]] = [
     ["models", "memory", "text"],
     ["weights"],
     ["engine"],
-    ["llm", "isolation", "tenants", "agents"],
+    ["llm", "isolation", "tenants", "agents", "stats"],
     ["eval", "metrics", "capacity", "capacity_report"],
     ["cli", "__init__"],
 ]

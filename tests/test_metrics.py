@@ -20,7 +20,8 @@ def test_a_scrape_tells_used_cached_and_free_pages_apart_and_equals_the_statisti
             agent.chat("hello", SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
             for _ in range(2):
                 text = render(llm).decode()
-                memory, work = llm.stats().memory, llm.stats().work
+                stats = llm.stats()
+                memory, work = stats.memory, stats.work
                 read = {
                     (sample.name, *sample.labels.values()): sample.value
                     for family in text_string_to_metric_families(text)
@@ -29,8 +30,9 @@ def test_a_scrape_tells_used_cached_and_free_pages_apart_and_equals_the_statisti
                 pages = {state: read["inms_jax_kv_pages", state] for state in ("used", "cached", "free", "fenced")}
                 assert pages == {"used": memory.held, "cached": memory.cached, "free": memory.free, "fenced": 0}
                 assert sum(pages.values()) == memory.total - 1
-                for tier, number in memory.by_tier.items():
-                    assert read["inms_jax_kv_tier_pages", tier.name.lower()] == number
+                for tier, counts in stats.pages.items():
+                    told = [read["inms_jax_kv_tier_pages", s, tier.name.lower()] for s in ("used", "cached", "fenced")]
+                    assert told == [counts.used, counts.cached, counts.fenced]
                 for reason, number in memory.misses.items():
                     assert read["inms_jax_kv_missed_tokens_total", reason.value] == number
                 assert read["inms_jax_kv_hit_tokens_total",] == memory.hit_tokens

@@ -10,8 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from inms_jax.config import EngineConfig
+from inms_jax.engine.accounts import Accounts, turn_work
 from inms_jax.engine.conversation import SpanEncoder
 from inms_jax.engine.core import EngineCore
+from inms_jax.engine.request import Request
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.tier import Scope
 
@@ -27,6 +29,7 @@ class Services:
     memory: MemoryManager
     encoder: SpanEncoder
     config: EngineConfig
+    accounts: Accounts = field(default_factory=Accounts)
     lock: threading.RLock = field(default_factory=threading.RLock)
     _generations: Counter[tuple[str, ...]] = field(default_factory=Counter)
     _holders: Counter[Scope] = field(default_factory=Counter)
@@ -46,6 +49,11 @@ class Services:
     def request_id(self) -> str:
         """An id for logs and abort; results never depend on it."""
         return f"request-{next(self._requests)}"
+
+    def count_turn(self, agent: Scope, request: Request) -> None:
+        """Add a turn that has ended to the work of its agent."""
+        if request.handle is not None:
+            self.accounts.add(agent, turn_work(request, self.memory.usage(request.handle)))
 
     def hold_scope(self, scope: Scope) -> None:
         """Open `scope` for its first holder; a scope stays open while anyone holds it."""
