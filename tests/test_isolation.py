@@ -26,9 +26,9 @@ def test_keys_that_ignore_a_part_of_the_scope_fail_it(seen: tuple[str, ...], mon
     intern = PrefixIndex.intern
     first: dict[tuple[str | None, ...], Scope] = {}
 
-    def blind(self: PrefixIndex, parent: Any, scope: Scope, tokens: bytes) -> Any:
+    def blind(self: PrefixIndex, parent: Any, scope: Scope, *rest: bytes) -> Any:
         same = first.setdefault(tuple(getattr(scope, part) for part in seen), scope)
-        return intern(self, parent, same, tokens)
+        return intern(self, parent, same, *rest)
 
     monkeypatch.setattr(PrefixIndex, "intern", blind)
     with tiny_llm(block_size=16, num_pages=200) as llm, pytest.raises(IsolationError, match="must not see it"):
