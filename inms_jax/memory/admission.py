@@ -11,7 +11,7 @@ import numpy as np
 from inms_jax.errors import InvalidRequestError, VisibilityError
 from inms_jax.memory.fragment import Body, chain, check_fragment, same_until, take_apart
 from inms_jax.memory.index import Node
-from inms_jax.memory.layout import Layout, Piece, common_scope_prefix, lay_out
+from inms_jax.memory.layout import Layout, Piece, common_scope_prefix, displaced, lay_out
 from inms_jax.memory.lifecycle import PageState
 from inms_jax.memory.plan import Span
 from inms_jax.memory.sequence import Sequence
@@ -38,6 +38,7 @@ class TurnPlan:
     branch_pages: int
     bodies: tuple[Body, ...]
     body_pages: tuple[tuple[int, ...] | None, ...]
+    displaced: tuple[tuple[int, int], ...]
 
     @property
     def own_total(self) -> int:
@@ -117,6 +118,7 @@ def plan_turn(
         branch_pages=(branches - 1) * (len(layout.starts) - layout.block_at(length)),
         bodies=own.bodies,
         body_pages=tuple(_body_pages(seq, body, store) for body in own.bodies),
+        displaced=displaced(own.pieces, layout),
     )
     return _with_hits(seq, plan, store)
 

@@ -114,6 +114,18 @@ def lay_out(pieces: Sequence[Piece], block_size: int) -> Layout:
     )
 
 
+def displaced(pieces: Sequence[Piece], layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Where published text stands behind text of a narrower tier: [start, end) of each such piece."""
+    found: list[tuple[int, int]] = []
+    start = 0
+    for piece in pieces:
+        end = start + piece.length
+        if piece.published and piece.length and layout.scopes[layout.block_at(start)].tier > piece.scope.tier:
+            found.append((start, end))
+        start = end
+    return tuple(found)
+
+
 def common_scope_prefix(a: Layout, b: Layout) -> int:
     """How many tokens from the start have the same effective scope in both."""
     common = 0

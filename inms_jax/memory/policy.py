@@ -4,12 +4,18 @@ import enum
 
 
 class MissReason(enum.StrEnum):
-    """Why tokens of a context had to be computed."""
+    """Why tokens of a context had to be computed.
+
+    NO_PREFIX: nobody has computed these tokens behind these. SCOPE: somebody has, whose text the reader may not see.
+    EVICTED: they were there. SUB_BLOCK: less than a block, or only a part of one that is there. POSITION: published,
+    but behind text of a narrower tier, which it depends on there, so that it is nobody's but the reader's.
+    """
 
     NO_PREFIX = "no_prefix"
     SCOPE = "scope"
     EVICTED = "evicted"
     SUB_BLOCK = "sub_block"
+    POSITION = "position"
     DISABLED = "disabled"
 
     def for_reader(self) -> "MissReason":

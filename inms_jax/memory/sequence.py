@@ -57,6 +57,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     bodies: tuple[Body, ...] = ()
     body_pages: list[tuple[int, ...]] = field(default_factory=list)
+    # Own tokens of published text that stands behind text of a narrower tier.
+    displaced: tuple[tuple[int, int], ...] = ()
     # Tokens whose KV is in the pages, and the first of them that prefill did not write.
     written: int = 0
     prefilled: int = 0

@@ -95,6 +95,7 @@ def _start(part: Partition, seq: Sequence, plan: TurnPlan, state: SequenceState)
     seq.bodies, seq.body_pages = plan.bodies, body_pages
     seq.state, seq.scope, seq.readable = state, plan.scope, seq.readable | {plan.scope}
     seq.layout, seq.tokens, seq.nodes = plan.layout, plan.tokens, plan.nodes
+    seq.displaced = plan.displaced
     seq.context_length = plan.context_length
     seq.written = seq.prefilled = plan.written
     seq.copy_reserved, seq.branch_reserved = plan.copy, plan.branch_pages

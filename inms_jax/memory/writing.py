@@ -76,7 +76,7 @@ class Writer:
         misses = Counter[MissReason]()
         for block in range(first, last + 1):
             low, high = max(start, seq.layout.starts[block]), min(end, seq.layout.ends[block])
-            misses[self._miss_reason(seq, block)] += high - low
+            misses.update(self._miss_reasons(seq, block, low, high))
         for block in range(first, last + 1):
             node = seq.node(block)
             if node is not None and node.claimant is None and self._store.shares(node):
@@ -231,6 +231,15 @@ class Writer:
             tokens = seq.tokens[start:end].tobytes()
             inside = between(seq.bodies, start, end)
             seq.nodes.append(self._store.index.intern(parent, seq.layout.scopes[index], tokens, inside))
+
+    def _miss_reasons(self, seq: Sequence, block: int, low: int, high: int) -> dict[MissReason, int]:
+        """Why tokens low .. high - 1, all of one block, are computed."""
+        reason = self._miss_reason(seq, block)
+        if reason in (MissReason.DISABLED, MissReason.EVICTED):
+            return {reason: high - low}
+        moved = sum(max(0, min(end, high) - max(start, low)) for start, end in seq.displaced)
+        counts = {reason: high - low - moved, MissReason.POSITION: moved}
+        return {reason: tokens for reason, tokens in counts.items() if tokens}
 
     def _miss_reason(self, seq: Sequence, block: int) -> MissReason:
         if not self._store.caching:

@@ -232,6 +232,31 @@ def test_misses_are_reported_by_reason():
     assert m.memory.usage(other).misses == {MissReason.EVICTED: 32, MissReason.SUB_BLOCK: 8}
 
 
+def test_published_text_behind_narrower_text_is_told_from_text_that_nobody_has():
+    m = lab()
+    m.turn(m.memory.register(B), [SYSTEM, private(B, 1)], B)
+    handle = m.memory.register(A)
+    m.turn(handle, [private(A, 1, 2, 3), SYSTEM, private(A, *range(60, 66))], A)
+    # One stream of 4 + 4 + 4 + 4 + 3 tokens: SYSTEM is tokens 3 .. 12 of it.
+    assert m.memory.usage(handle).misses == {
+        MissReason.NO_PREFIX: 3 + 3,
+        MissReason.POSITION: len(SYSTEM.tokens),
+        MissReason.SUB_BLOCK: 3,
+    }
+    # Its own pages of it are found like any others, and missed as such when they were given up.
+    again = m.memory.register(A)
+    m.turn(again, [private(A, 1, 2, 3), SYSTEM, private(A, *range(60, 66))], A)
+    assert m.memory.usage(again).misses == {MissReason.SUB_BLOCK: 3}
+    m.memory.release(again)
+    m.memory.clear()
+    again = m.memory.register(A)
+    m.turn(again, [private(A, 1, 2, 3), SYSTEM, private(A, *range(60, 66))], A)
+    assert m.memory.usage(again).misses == {MissReason.EVICTED: 16, MissReason.SUB_BLOCK: 3}
+    # Where it may be shared, it is not called displaced.
+    assert cached(m, C, [SYSTEM, private(C, 1)]) == 0
+    assert m.memory.stats().misses[MissReason.POSITION] == len(SYSTEM.tokens)
+
+
 def test_without_prefix_caching_nothing_is_shared_kept_or_claimed():
     m = lab(caching=False)
     a, b = m.memory.register(A), m.memory.register(B)

@@ -92,8 +92,8 @@ class ToyEngine:
     def _prefill(self, job: Job) -> None:
         chunk: PrefillChunk = self.memory.prefill(job.handle, 6)
         self._copy(chunk.copies)
-        columns = zip(chunk.tokens.tolist(), chunk.write_page.tolist(), chunk.write_slot.tolist(), strict=True)
-        for position, (token, page, slot) in enumerate(columns, chunk.start):
+        columns = (chunk.tokens, chunk.positions, chunk.write_page, chunk.write_slot)
+        for token, position, page, slot in zip(*(column.tolist() for column in columns), strict=True):
             value = self._compute(job, token, position, page, slot)
         self.memory.commit_prefill(job.handle, chunk)
         if chunk.is_last:
