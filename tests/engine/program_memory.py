@@ -1,0 +1,132 @@
+"""Compile the engine's prefill and decode programs of a large model from shapes alone, and print what memory they take.
+
+A program of its own, because libtpu takes a lock and speaks on stderr: `TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu
+ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.engine.program_memory v5p llama-2-7b [--full]` prints a line of JSON per
+program, each compiled for two pools; `cpu` in place of a chip needs no libtpu. No weight and no page is allocated.
+"""
+
+import functools
+import json
+import sys
+import unittest.mock
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from inms_jax.cache.page_table import KVPages, PageTable
+from inms_jax.capacity import model_preset
+from inms_jax.engine.levels import split_entries
+from inms_jax.engine.runner import step
+from inms_jax.kernels.paged_attention.api import Level
+from inms_jax.models.config import ModelConfig
+from inms_jax.models.llama import init_shapes
+
+TOPOLOGIES = {"v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
+POOL_BYTES = {"cpu": 16 * 2**30, "v5p": 8 * 2**30}
+BLOCK = 128
+AGENTS = 8
+ENTRIES = 32  # of each row: 4,096 tokens
+
+
+class Shapes:
+    """Arrays without numbers, on one device."""
+
+    def __init__(self, platform: str) -> None:
+        on_cpu = platform == "cpu"
+        topology = None if on_cpu else topologies.get_topology_desc(TOPOLOGIES[platform], "tpu")
+        self.device = jax.devices()[0] if topology is None else topology.devices[0]
+        self.platform = "cpu" if on_cpu else "tpu"
+        self.dtype = jnp.float32 if on_cpu else jnp.bfloat16  # what an engine takes there by default
+
+    def array(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(self.device))
+
+    def like(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: self.array(x.shape, x.dtype), tree)
+
+    def params(self, model: ModelConfig, *, by_layer: bool) -> Any:
+        stacked = init_shapes(model, self.dtype)
+        if by_layer:
+            layer = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in stacked["layers"].items()}
+            stacked = {**stacked, "layers": [layer] * model.num_layers}
+        return self.like(stacked)
+
+    def pages(self, model: ModelConfig, num_pages: int) -> Any:
+        create = functools.partial(KVPages.create, model, num_pages, BLOCK, self.dtype, self.platform)
+        return self.like(jax.eval_shape(create))
+
+    def table(self, rows: int) -> PageTable:
+        entries = self.array((rows, ENTRIES))
+        return PageTable(entries, entries, entries, entries, entries, self.array((rows,)))
+
+    def shared(self) -> Level:
+        split = split_entries(BLOCK)
+        entries = self.array((ENTRIES // split, split))
+        return Level(
+            rows=self.array((ENTRIES // split, AGENTS)),
+            page=entries,
+            begin=entries,
+            end=entries,
+            position=entries,
+            shift=None,
+            num_entries=self.array(()),
+            num_groups=self.array(()),
+        )
+
+
+def size(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def compile_step(shapes: Shapes, model: ModelConfig, tokens: int | None, pool_bytes: int) -> tuple[int, int, Any]:
+    """Bytes of the weights and of the pool, and the program: a prefill chunk of `tokens`, or None for decode."""
+    params = shapes.params(model, by_layer=tokens is None and shapes.platform == "cpu")
+    num_pages = pool_bytes // (BLOCK * model.kv_bytes_per_token(jnp.dtype(shapes.dtype).itemsize))
+    pages = shapes.pages(model, num_pages)
+    rows, width, logits = (1, tokens, 2) if tokens else (AGENTS, AGENTS, AGENTS)
+    column = shapes.array((width,))
+    with unittest.mock.patch.object(jax, "default_backend", return_value=shapes.platform):
+        lowered = step.lower(
+            params,
+            pages,
+            shapes.table(rows),
+            None if tokens else shapes.shared(),
+            column,
+            column,
+            column,
+            column,
+            shapes.array((logits,)),
+            config=model,
+            rows_per_group=tokens or 1,
+            shifted=False,
+        )
+    return size(params), size(pages), lowered.compile()
+
+
+def measure(platform: str, model: ModelConfig, tokens: int | None) -> dict[str, Any]:
+    shapes = Shapes(platform)
+    found: dict[str, Any] = {"platform": platform, "model": model.name, "prefill": tokens}
+    for name in ("pool", "arguments", "temporaries", "in_place"):
+        found[name] = []
+    for pool_bytes in (POOL_BYTES[platform], 2 * POOL_BYTES[platform]):
+        found["weights"], pool, program = compile_step(shapes, model, tokens, pool_bytes)
+        memory = program.memory_analysis()
+        found["pool"].append(pool)
+        found["arguments"].append(memory.argument_size_in_bytes)
+        found["temporaries"].append(memory.temp_size_in_bytes)
+        found["in_place"].append(memory.alias_size_in_bytes)
+    return found
+
+
+def main(platform: str, presets: list[str], full: bool) -> None:
+    for preset in presets:
+        for tokens in (512 if full else 64, None):
+            print(json.dumps(measure(platform, model_preset(preset), tokens)), flush=True)
+
+
+if __name__ == "__main__":
+    names = [x for x in sys.argv[1:] if not x.startswith("-")]
+    main(names[0], names[1:], "--full" in sys.argv)
