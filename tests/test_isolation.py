@@ -1,11 +1,13 @@
 """The self-test of isolation passes on this engine, and fails on one whose keys say nothing of whose text it is."""
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 
 from inms_jax.errors import IsolationError
-from inms_jax.memory.index import PrefixIndex
+from inms_jax.memory.index import Node, PrefixIndex
+from inms_jax.memory.store import PageStore
 from inms_jax.memory.tier import Scope
 from tests.tiny import tiny_llm
 
@@ -30,7 +32,15 @@ def test_keys_that_ignore_a_part_of_the_scope_fail_it(seen: tuple[str, ...], mon
         same = first.setdefault(tuple(getattr(scope, part) for part in seen), scope)
         return intern(self, parent, same, *rest)
 
+    def joint(self: PrefixIndex, *args: Any, **options: Any) -> None:
+        """All tenants look into one index; that each has its own, and its own open scopes, keeps them apart too."""
+        create(self, *args, **options)
+        self._nodes = nodes
+
+    create, nodes = PrefixIndex.__init__, WeakValueDictionary[bytes, Node]()
+    monkeypatch.setattr(PrefixIndex, "__init__", joint)
     monkeypatch.setattr(PrefixIndex, "intern", blind)
+    monkeypatch.setattr(PageStore, "shares", lambda _, node: node is not None)
     with tiny_llm(block_size=16, num_pages=200) as llm, pytest.raises(IsolationError, match="must not see it"):
         llm.verify_isolation()
 

@@ -3,6 +3,7 @@
 Pure reading of a sequence, the pool and the index. Knows nothing of other sequences or how room is made.
 """
 
+from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,7 @@ class TurnPlan:
     kept_pages: int
     hits: tuple[int, ...]
     copy: int
+    branches: int
     branch_pages: int
     bodies: tuple[Body, ...]
     body_pages: tuple[tuple[int, ...] | None, ...]
@@ -64,6 +66,15 @@ class TurnPlan:
         """Canonical contexts that must be computed first, each once."""
         bodies = zip(self.bodies, self.body_pages, strict=True)
         return tuple({body.nodes[-1].digest: body.canonical for body, pages in bodies if pages is None}.values())
+
+    @property
+    def to_take(self) -> Counter[Scope]:
+        """The owners of the pages that are needed."""
+        owners = Counter(self.layout.scopes[self.kept_pages + len(self.hits) :])
+        if self.copy:
+            owners[self.layout.scopes[self.layout.block_at(self.kept)]] += self.copy
+        owners[self.layout.scopes[-1]] += self.branch_pages
+        return owners
 
     @property
     def written(self) -> int:
@@ -115,6 +126,7 @@ def plan_turn(
         kept_pages=kept_pages,
         hits=(),
         copy=0,
+        branches=branches,
         branch_pages=(branches - 1) * (len(layout.starts) - layout.block_at(length)),
         bodies=own.bodies,
         body_pages=tuple(_body_pages(seq, body, store) for body in own.bodies),

@@ -4,51 +4,40 @@ Reads pool, index and sequences; changes nothing.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 
 from inms_jax.errors import StateError
+from inms_jax.memory.commons import Commons
 from inms_jax.memory.lifecycle import PageState
+from inms_jax.memory.partition import Partition
 from inms_jax.memory.policy import MissReason
-from inms_jax.memory.sequence import Pending, Sequence
+from inms_jax.memory.quota import HELD, Book
+from inms_jax.memory.reservation import charged, set_aside
+from inms_jax.memory.sequence import Sequence
 from inms_jax.memory.stats import MemoryStats, PageInfo, SequenceHandle
 from inms_jax.memory.store import PageStore
 from inms_jax.memory.tier import Tier
-
-HELD = (PageState.FILLING, PageState.SEALED, PageState.SUSPECT)
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counts since the start."""
-
-    kept_tokens: int = 0
-    hit_tokens: int = 0
-    computed_tokens: int = 0
-    fragment_tokens: int = 0
-    copies: int = 0
-    dropped_sequences: int = 0
-    misses: Counter[MissReason] = field(default_factory=Counter)
-
-    def add(self, step: Pending) -> None:
-        """Count a committed step."""
-        self.computed_tokens += step.computed
-        self.copies += len(step.plan.copies)
-        self.misses.update(step.misses)
+from inms_jax.memory.totals import Totals
 
 
-def statistics(store: PageStore, sequences: Iterable[Sequence], totals: Totals) -> MemoryStats:
-    by_scope = Counter(store.owner.values())
+def statistics(commons: Commons, parts: Items[Partition], past: Totals) -> MemoryStats:
+    """Of all tenants that are, and in counts since the start those that were."""
+    by_scope = Counter(scope for part in parts for scope in part.store.owner.values())
     by_tier: Counter[Tier] = Counter()
     for scope, pages in by_scope.items():
         by_tier[scope.tier] += pages
+    books = [book for part in parts for book in part.store.pools.values()]
+    totals = Totals()
+    for counts in (past, *(part.totals for part in parts)):
+        totals.include(counts)
     return MemoryStats(
-        total=store.pool.num_pages,
-        free=store.pool.count(PageState.FREE),
-        cached=store.pool.count(PageState.CACHED),
-        held=sum(store.pool.count(state) for state in HELD),
-        fenced=store.pool.count(PageState.FENCED),
-        reserved=sum(seq.reserved for seq in sequences),
+        total=commons.pool.num_pages,
+        free=commons.pool.num_free,
+        cached=sum(book.cached for book in books),
+        held=sum(book.held for book in books),
+        fenced=sum(book.states[PageState.FENCED] for book in books),
+        reserved=sum(book.reserved for book in books),
         by_tier={tier: by_tier[tier] for tier in Tier},
         by_scope=dict(by_scope),
         kept_tokens=totals.kept_tokens,
@@ -57,72 +46,111 @@ def statistics(store: PageStore, sequences: Iterable[Sequence], totals: Totals) 
         fragment_tokens=totals.fragment_tokens,
         misses={reason: totals.misses[reason] for reason in MissReason},
         copies=totals.copies,
-        evictions=store.evictions,
+        evictions=totals.evictions,
         dropped_sequences=totals.dropped_sequences,
+        quota_refusals=totals.quota_refusals,
     )
 
 
-def page_map(store: PageStore, sequences: Iterable[Sequence]) -> list[PageInfo]:
+def page_map(parts: Items[Partition]) -> list[PageInfo]:
+    """Every page that is not free."""
+    return sorted((info for part in parts for info in _pages(part)), key=lambda info: info.page)
+
+
+def _pages(part: Partition) -> Iterator[PageInfo]:
+    store = part.store
     holders: defaultdict[int, list[SequenceHandle]] = defaultdict(list)
     used: Counter[int] = Counter()
-    for seq in sequences:
+    for seq in part.sequences:
         for start, end, page in zip(seq.layout.starts, seq.layout.ends, seq.pages, strict=False):
             holders[page].append(seq.handle)
             used[page] = max(used[page], min(end, seq.written) - start)
         for page in dict.fromkeys(page for pages in seq.body_pages for page in pages):
             holders[page].append(seq.handle)
-    infos = []
-    for page, scope in sorted(store.owner.items()):
+    for page, scope in store.owner.items():
         node = store.index.node_of(page)
-        infos.append(
-            PageInfo(
-                page=page,
-                generation=store.pool.generation(page),
-                state=store.pool.state(page),
-                tier=scope.tier,
-                scope=scope,
-                references=store.pool.references(page),
-                tokens_used=max(used[page], 0) if node is None else len(node.tokens) // 4,
-                holders=tuple(holders[page]),
-            )
+        yield PageInfo(
+            page=page,
+            generation=store.pool.generation(page),
+            state=store.pool.state(page),
+            tier=scope.tier,
+            scope=scope,
+            references=store.pool.references(page),
+            tokens_used=max(used[page], 0) if node is None else len(node.tokens) // 4,
+            holders=tuple(holders[page]),
         )
-    return infos
 
 
-def verify(store: PageStore, sequences: Iterable[Sequence]) -> None:
-    """Conservation, reference counts, keys, reservations: StateError with the numbers when one is off."""
-    sequences = list(sequences)
-    _verify_counts(store)
-    _verify_pages(store, sequences)
-    reserved, available = sum(seq.reserved for seq in sequences), store.available
-    if reserved > available:
-        raise _broken(f"{reserved} pages are reserved, {available} are free or cached")
-    for seq in sequences:
-        _verify_sequence(store, seq)
-    _verify_copies(store, sequences)
+def verify(commons: Commons, parts: Items[Partition]) -> None:
+    """Conservation, reference counts, keys, reservations, quotas: StateError with the numbers when one is off."""
+    _verify_counts(commons, parts)
+    for part in parts:
+        _verify_pages(part)
+        _verify_books(part)
+        for seq in part.sequences:
+            _verify_sequence(part.store, seq)
+        _verify_copies(part.store, part.sequences)
+    claimed = sum(book.claim for part in parts for book in part.store.pools.values())
+    reserves = sum(book.quota.reserve for part in parts for book in part.store.pools.values())
+    ledger = commons.ledger
+    if claimed != ledger.claimed or reserves != ledger.reserves or claimed > ledger.total:
+        raise _broken(
+            f"pools claim {claimed} pages and reserve {reserves} of {ledger.total}, the ledger says {ledger.claimed} "
+            f"and {ledger.reserves}"
+        )
 
 
-def _verify_counts(store: PageStore) -> None:
-    pool, total = store.pool, store.pool.num_pages
+def _verify_counts(commons: Commons, parts: Items[Partition]) -> None:
+    pool, total = commons.pool, commons.pool.num_pages
     states = Counter(pool.state(page) for page in range(1, total))
-    counted = {state: pool.count(state) for state in PageState}
-    if any(states[state] != counted[state] for state in PageState):
+    books = [book for part in parts for book in part.store.pools.values()]
+    counted = {state: sum(book.states[state] for book in books) for state in PageState if state is not PageState.FREE}
+    if any(states[state] != count for state, count in counted.items()):
         raise _broken(f"states of pages {dict(states)} are counted as {counted}")
     held = sum(states[state] for state in HELD)
     free, cached, fenced = states[PageState.FREE], states[PageState.CACHED], states[PageState.FENCED]
     if free + cached + held + fenced != total - 1:
         raise _broken(f"free {free} + cached {cached} + held {held} + fenced {fenced} is not total {total} - 1")
-    free_pages, cached_pages = pool.free_pages(), store.index.order.pages()
-    for name, pages, state in (("free", free_pages, PageState.FREE), ("cached", cached_pages, PageState.CACHED)):
-        if set(pages) != {page for page in range(1, total) if pool.state(page) is state} or len(pages) != states[state]:
-            raise _broken(f"the list of {name} pages is {pages}, {states[state]} pages are {name}")
+    owners = Counter(page for part in parts for page in part.store.owner)
+    cached_pages = [page for part in parts for order in part.store.index.orders.values() for page in order.pages()]
+    for name, pages, these in (
+        ("free", pool.free_pages(), (PageState.FREE,)),
+        ("cached", cached_pages, (PageState.CACHED,)),
+        ("owned", list(owners.elements()), tuple(set(PageState) - {PageState.FREE})),
+    ):
+        expected = {page for page in range(1, total) if pool.state(page) in these}
+        if set(pages) != expected or len(pages) != len(expected):
+            raise _broken(f"the list of {name} pages is {sorted(pages)}, {len(expected)} pages are {name}")
 
 
-def _verify_pages(store: PageStore, sequences: Iterable[Sequence]) -> None:
+def _verify_books(part: Partition) -> None:
+    """What is charged and reserved is what pages and turns say, and within the limits of the pools."""
+    store = part.store
+    books = [*store.pools.values(), *store.accounts.values()]
+    pages, reserved = Counter[tuple[Book, PageState]](), Counter[Book]()
+    for page, owner in store.owner.items():
+        if store.pool.books(page) != store.books(owner):
+            raise _broken(f"page {page} of {owner} is charged to {[book.name for book in store.pool.books(page)]}")
+        pages.update((book, store.pool.state(page)) for book in store.books(owner))
+    for seq in part.sequences:
+        booked = charged(store, set_aside(seq))
+        if booked != seq.booked or booked.total() < seq.reserved:
+            raise _broken(f"{seq.name} may take {seq.reserved} pages, {seq.booked_pages} are written down")
+        reserved.update(booked)
+    for book in books:
+        if book.reserved != reserved[book] or any(book.states[s] != pages[book, s] for s in PageState):
+            raise _broken(f"the book of {book.name} says {book.states} and {book.reserved} reserved")
+        limit = book.quota.limit
+        if book.is_pool and limit is not None and max(book.hard, book.used) > limit:
+            raise _broken(f"{book.name} has {book.used} pages, {book.hard} of them hard, its limit is {limit}")
+
+
+def _verify_pages(part: Partition) -> None:
+    store = part.store
     references = Counter(store.readers)
-    for seq in sequences:
+    for seq in part.sequences:
         references.update(seq.held)
-    for page in range(1, store.pool.num_pages):
+    for page in {*store.owner, *references, *store.index.keyed_pages()}:
         state, counted = store.pool.state(page), store.pool.references(page)
         if counted != references[page]:
             raise _broken(f"page {page} has {counted} references, {references[page]} are in tables")

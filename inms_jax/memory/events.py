@@ -5,6 +5,7 @@ that it must begin anew from the page map. Knows nothing of who reads.
 """
 
 import enum
+import threading
 from collections import deque
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -42,13 +43,16 @@ class EventLog:
     def __init__(self, size: int) -> None:
         self._events: deque[KVEvent] = deque(maxlen=size)
         self._last = 0
+        self._lock = threading.Lock()
 
     def add(self, event: KVEvent) -> None:
         """Number the event and keep it."""
-        self._last += 1
-        self._events.append(replace(event, number=self._last))
+        with self._lock:
+            self._last += 1
+            self._events.append(replace(event, number=self._last))
 
     def since(self, number: int) -> tuple[KVEvent, ...]:
         """Events after `number`, oldest first. When the first is not `number + 1`, some were lost."""
-        newest_first = takewhile(lambda event: event.number > number, reversed(self._events))
-        return tuple(newest_first)[::-1]
+        with self._lock:
+            newest_first = tuple(takewhile(lambda event: event.number > number, reversed(self._events)))
+        return newest_first[::-1]

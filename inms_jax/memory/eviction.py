@@ -54,6 +54,11 @@ class EvictionOrder:
         return tuple(page for queue in self._queues for page in queue)
 
     @property
+    def rank(self) -> int:
+        """How readily the next victim is given up: 0 replaced, 1 found by nobody, 2 found before."""
+        return next(rank for rank, queue in enumerate(self._queues) if queue)
+
+    @property
     def _queues(self) -> tuple[OrderedDict[int, None], ...]:
         return self._superseded, self._probation, self._protected
 

@@ -6,7 +6,8 @@ No page is copied here; who writes a shared one later copies it then. Knows noth
 from inms_jax.errors import CapacityError, StateError
 from inms_jax.memory.lifecycle import SequenceState
 from inms_jax.memory.partition import Partition, require_no_plan, require_same_group
-from inms_jax.memory.reservation import unreserved, without_copy
+from inms_jax.memory.quota import Forecast
+from inms_jax.memory.reservation import rebook, without_copy
 from inms_jax.memory.sequence import Sequence
 from inms_jax.memory.tier import Scope
 
@@ -21,16 +22,22 @@ def fork(part: Partition, parent: Sequence, scope: Scope, *, reserve_from_parent
 def _twin(part: Partition, parent: Sequence, scope: Scope) -> Sequence:
     part.require_open(scope)
     must_copy = [] if parent.target is None else without_copy(part.sequences, parent.target)
-    spare = unreserved(part.store, part.sequences)
-    if len(must_copy) > spare:
+    forecast = Forecast(part.ledger)
+    if must_copy:
+        block = parent.layout.block_at(parent.written)
+        for book in part.store.books(parent.layout.scopes[block]):
+            forecast.add(book, len(must_copy))
+    missing = max([forecast.missing, *forecast.over().values()])
+    if missing:
         raise CapacityError(
-            f"Cannot fork {parent.name} in its turn: {len(must_copy)} pages for copies are needed, {spare} are "
-            "available. Fork between turns or enlarge the pool."
+            f"Cannot fork {parent.name} in its turn: {len(must_copy)} pages for copies are needed, "
+            f"{len(must_copy) - missing} are available. Fork between turns or enlarge the pool."
         )
     child = _share(part, parent, scope)
     child.state = SequenceState.IDLE if parent.in_turn else parent.state
     for seq in must_copy:
         seq.copy_reserved = 1
+        rebook(part.store, seq)
     return child
 
 
@@ -45,6 +52,8 @@ def _branch(part: Partition, parent: Sequence, scope: Scope) -> Sequence:
     child = _share(part, parent, scope)
     child.state, child.copy_reserved = parent.state, tail
     parent.branch_reserved -= share
+    rebook(part.store, parent)
+    rebook(part.store, child)
     return child
 
 

@@ -5,24 +5,19 @@ tokens, scope and the parent node are compared, so a collision of the hash funct
 A node outlives its page while a sequence or a later block refers to it. Knows nothing of reference counts or states.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from inms_jax.memory.contents import Contents, Head
 from inms_jax.memory.events import EventLog, KVEvent, KVEventKind
 from inms_jax.memory.eviction import EvictionOrder
 from inms_jax.memory.fingerprint import Fingerprints
 from inms_jax.memory.policy import MissReason
-from inms_jax.memory.tier import Scope
+from inms_jax.memory.tier import Scope, Tier
 
 # A miss after at least this many shared tokens is reported as `sub_block`: the smallest block size, as int32 bytes.
 _HEAD_BYTES = 16 * 4
-# Events remembered; a long prompt makes a few hundred.
-_EVENTS = 10_000
-
-
-K = TypeVar("K")
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -39,23 +34,22 @@ class Node:
     claimant: int | None = None
 
     @property
-    def head(self) -> tuple[int, Scope, bytes]:
+    def head(self) -> Head:
         parent = 0 if self.parent is None else self.parent.content
         return parent, self.scope, self.tokens[:_HEAD_BYTES]
 
 
 class PrefixIndex:
-    """Keyed pages, and in `order` those of them that nobody holds."""
+    """Keyed pages of one tenant, and in `orders`, by tier, those of them that nobody holds."""
 
-    def __init__(self, fingerprints: Fingerprints, *, num_pages: int) -> None:
+    def __init__(self, fingerprints: Fingerprints, contents: Contents, events: EventLog, *, num_pages: int) -> None:
         self._fingerprints = fingerprints
-        self.order = EvictionOrder(num_pages)
-        self.events = EventLog(_EVENTS)
+        self._all_contents = contents
+        self._events = events
+        self.orders = {tier: EvictionOrder(num_pages) for tier in Tier}
         self._nodes: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
         self._by_page: dict[int, Node] = {}
         self._by_scope: dict[Scope, set[int]] = {}
-        self._contents: Counter[int] = Counter()
-        self._heads: Counter[tuple[int, Scope, bytes]] = Counter()
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._evicted_memory = 4 * num_pages
 
@@ -77,8 +71,7 @@ class PrefixIndex:
         node.page = page
         self._by_page[page] = node
         self._by_scope.setdefault(node.scope, set()).add(page)
-        self._contents[node.content] += 1
-        self._heads[node.head] += 1
+        self._all_contents.add(node.content, node.head)
         self._evicted.pop(node.digest, None)
         self._log(KVEventKind.STORED, node, page)
 
@@ -90,9 +83,8 @@ class PrefixIndex:
         pages.discard(page)
         if not pages:
             del self._by_scope[node.scope]
-        _decrement(self._contents, node.content)
-        _decrement(self._heads, node.head)
-        self.order.forget(page)
+        self._all_contents.remove(node.content, node.head)
+        self.orders[node.scope.tier].forget(page)
         self._log(KVEventKind.REMOVED, node, page)
 
     def forget(self, scope: Scope) -> None:
@@ -118,18 +110,12 @@ class PrefixIndex:
         """Why a complete block is not in the index."""
         if node.digest in self._evicted:
             return MissReason.EVICTED
-        if node.content in self._contents:
+        if self._all_contents.has(node.content):
             return MissReason.SCOPE
-        if len(node.tokens) >= _HEAD_BYTES and node.head in self._heads:
+        if len(node.tokens) >= _HEAD_BYTES and self._all_contents.has_head(node.head):
             return MissReason.SUB_BLOCK
         return MissReason.NO_PREFIX
 
     def _log(self, kind: KVEventKind, node: Node, page: int) -> None:
         parent = None if node.parent is None else node.parent.digest
-        self.events.add(KVEvent(kind, page, node.digest, parent, node.scope, len(node.tokens) // 4))
-
-
-def _decrement(counter: Counter[K], key: K) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]
+        self._events.add(KVEvent(kind, page, node.digest, parent, node.scope, len(node.tokens) // 4))

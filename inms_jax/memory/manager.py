@@ -4,43 +4,32 @@ Every operation is atomic and validates before it changes anything. Plans say wh
 committed after the step was dispatched. Knows nothing of the device, of text, or of who runs next.
 """
 
-import functools
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from typing import Concatenate, ParamSpec, TypeVar
+from contextlib import contextmanager
 
-from inms_jax.errors import ConfigError, InvalidRequestError, StateError
+from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, StateError
 from inms_jax.memory import audit
+from inms_jax.memory.commons import Commons
 from inms_jax.memory.events import KVEvent, KVEventKind
 from inms_jax.memory.fingerprint import CacheIdentity, Fingerprints, HashFunction, keyed_blake2b
 from inms_jax.memory.forking import fork
-from inms_jax.memory.index import PrefixIndex
 from inms_jax.memory.lifecycle import SequenceEvent, SequenceState
-from inms_jax.memory.partition import Partition, move, require_no_plan
+from inms_jax.memory.partition import Partition, move, require_no_plan, require_prefill
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span
 from inms_jax.memory.pool import PagePool
+from inms_jax.memory.quota import Ledger, PoolMode, Quota, for_mode
+from inms_jax.memory.registry import Registry
+from inms_jax.memory.room import room_for_reserves
+from inms_jax.memory.sequence import Sequence
 from inms_jax.memory.stats import Admission, MatchResult, MemoryStats, PageInfo, SequenceHandle, TurnUsage
-from inms_jax.memory.store import PageStore
-from inms_jax.memory.tier import Scope
+from inms_jax.memory.tier import Scope, Tier
+from inms_jax.memory.totals import Totals
 from inms_jax.memory.turns import begin_turn, end_turn
 
 __all__ = ["MemoryManager", "PrefillChunk", "SequenceHandle"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _atomic(
-    method: Callable[Concatenate["MemoryManager", P], T],
-) -> Callable[Concatenate["MemoryManager", P], T]:
-    @functools.wraps(method)
-    def locked(self: "MemoryManager", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return locked
 
 
 class MemoryManager:
@@ -58,6 +47,7 @@ class MemoryManager:
         identity: CacheIdentity,
         enable_prefix_caching: bool = True,
         provisional_decode: bool = True,
+        pool_mode: PoolMode = "elastic",
         hash_function: HashFunction | None = None,
     ) -> None:
         if block_size < 1 or identity.block_size != block_size:
@@ -67,33 +57,69 @@ class MemoryManager:
             )
         self.num_pages = num_pages
         self.block_size = block_size
+        self.pool_mode = pool_mode
         self._lock = threading.RLock()
+        self._provisional_decode = provisional_decode
         fingerprints = Fingerprints(identity, hash_function or keyed_blake2b(secrets.token_bytes(32)))
-        index = PrefixIndex(fingerprints, num_pages=num_pages)
-        store = PageStore(PagePool(num_pages), index, caching=enable_prefix_caching)
-        self._part = Partition(store, block_size=block_size, provisional_decode=provisional_decode)
+        self._commons = Commons(PagePool(num_pages), Ledger(num_pages - 1), fingerprints, enable_prefix_caching)
+        self._registry = Registry()
+        self._parts: dict[str, Partition] = {}
+        self._past = Totals()
 
-    # Scopes
+    # Tenants and scopes
 
-    @_atomic
+    def open_tenant(self, tenant: str, quotas: Mapping[Tier, Quota]) -> None:
+        """Give a tenant pools of their own size before it opens its first scope; without this they have no limits.
+
+        What it reserves is there at once, or CapacityError with the numbers. In `pool_mode="reserved"` a pool is
+        limited to what it reserves.
+        """
+        quotas = {tier: for_mode(quotas.get(tier, Quota()), self.pool_mode) for tier in Tier}
+        with self._lock:
+            if tenant in self._parts:
+                raise StateError(f"Tenant {tenant!r} is open already.")
+            for owner, seq in room_for_reserves(tenant, quotas.values(), self._commons.ledger, self._parts.values()):
+                owner.drop(seq)
+                owner.settle()
+            self._add_tenant(tenant).set_quotas(quotas)
+
+    def close_tenant(self, tenant: str) -> None:
+        """Give up what the tenant reserved and its limits. Its sequences go on until they are released."""
+        with self._tenant(tenant) as part:
+            part.set_quotas(dict.fromkeys(Tier, Quota()), declared=False)
+
     def open_scope(self, scope: Scope) -> None:
         """Let pages of this scope have keys; StateError when it is open already."""
-        self._part.store.open_scope(scope)
+        with self._tenant(scope.tenant, new=True) as part:
+            part.store.open_scope(scope)
 
-    @_atomic
     def close_scope(self, scope: Scope) -> None:
         """Withdraw the keys of exactly this scope: cached pages go FREE now, held ones after their last holder."""
-        self._part.store.close_scope(scope)
+        with self._tenant(scope.tenant, new=True) as part:
+            part.close_scope(scope)
+
+    def hold_scope(self, scope: Scope, account: Scope | None = None, *, limit: int | None = None) -> None:
+        """Open `scope` for the first that holds it; it stays open while anyone does, and the oldest holder pays.
+
+        `account`: the group or agent that holds it, by its own scope. `limit`: the most pages that the account pays
+        for, given when it first holds anything. A charge that is passed on may exceed it; then no page is added.
+        """
+        with self._tenant(scope.tenant, new=True) as part:
+            part.hold_scope(scope, scope if account is None else account, limit)
+
+    def drop_scope(self, scope: Scope, account: Scope | None = None) -> None:
+        """One holder less: the next oldest pays from now on; after the last one the scope is closed."""
+        with self._tenant(scope.tenant, new=True) as part:
+            part.drop_scope(scope, scope if account is None else account)
 
     # Sequences
 
-    @_atomic
     def register(self, scope: Scope) -> SequenceHandle:
         """A new sequence that reads and writes as `scope`, which must be open."""
-        self._part.require_open(scope)
-        return self._part.add(scope, frozenset([scope])).handle
+        with self._tenant(scope.tenant, new=True) as part:
+            part.require_open(scope)
+            return part.add(scope, frozenset([scope])).handle
 
-    @_atomic
     def begin_turn(
         self,
         handle: SequenceHandle,
@@ -108,67 +134,61 @@ class MemoryManager:
         `new_scope`: the scope of what is generated from now on (a new lineage after a fork). Raises CapacityError
         when the turn can never fit; returns `admitted=False`, with nothing changed, when it can later.
         """
-        seq = self._part.sequences.get(handle)
-        return begin_turn(
-            self._part, seq, context, max_new_tokens=max_new_tokens, new_scope=new_scope, branches=branches
-        )
+        with self._sequence(handle) as (part, seq):
+            return begin_turn(part, seq, context, max_new_tokens=max_new_tokens, new_scope=new_scope, branches=branches)
 
-    @_atomic
     def match(self, handle: SequenceHandle) -> MatchResult:
         """Advance over blocks that the index holds. "wait": the next block is being computed by another sequence."""
-        seq = self._part.in_prefill(handle)
-        self._part.totals.hit_tokens += self._part.writer.advance_hits(seq)
-        waits = seq.written < seq.context_length and self._part.writer.is_claimed(seq, seq.layout.block_at(seq.written))
-        remaining = max(1, seq.context_length - seq.written)
-        return MatchResult("wait" if waits else "ready", seq.cached_tokens, remaining)
+        with self._sequence(handle) as (part, seq):
+            require_prefill(seq)
+            part.advance_hits(seq)
+            waits = seq.written < seq.context_length and part.writer.is_claimed(seq, seq.layout.block_at(seq.written))
+            remaining = max(1, seq.context_length - seq.written)
+            return MatchResult("wait" if waits else "ready", seq.cached_tokens, remaining)
 
-    @_atomic
     def prefill(self, handle: SequenceHandle, budget: int) -> PrefillChunk:
         """Plan the next at most `budget` tokens; copies come before the writes.
 
         Ends before a block that the index holds or that another sequence computes; StateError when that is the
         first one (`match` says "wait"). A context that is held entirely gives its last token, written nowhere.
         """
-        seq = self._part.in_prefill(handle)
         if budget < 1:
             raise InvalidRequestError(f"A prefill budget is at least 1 token, got {budget}.")
-        self._part.totals.hit_tokens += self._part.writer.advance_hits(seq)
-        return self._part.writer.plan_prefill(seq, budget, self._part.sequences)
+        with self._sequence(handle) as (part, seq):
+            require_prefill(seq)
+            part.advance_hits(seq)
+            return part.writer.plan_prefill(seq, budget, part.sequences)
 
-    @_atomic
     def commit_prefill(self, handle: SequenceHandle, chunk: PrefillChunk) -> None:
         """The chunk's step was dispatched: its blocks may be read by others from now on."""
-        seq = self._part.sequences.get(handle)
-        self._part.totals.add(self._part.writer.commit_prefill(seq, chunk))
-        if chunk.is_last:
-            move(seq, SequenceEvent.PROMPT_DONE)
+        with self._sequence(handle) as (part, seq):
+            part.totals.add(part.writer.commit_prefill(seq, chunk))
+            if chunk.is_last:
+                move(seq, SequenceEvent.PROMPT_DONE)
 
-    @_atomic
     def decode(self, handle: SequenceHandle, token: int) -> DecodeSlot:
         """Plan the write of one generated token after everything written so far."""
-        seq = self._part.sequences.get(handle)
-        if seq.state is not SequenceState.ACTIVE:
-            raise StateError(f"{seq.name} is {seq.state.value!r}: decode needs a prefilled prompt.")
-        require_no_plan(seq)
-        return self._part.writer.plan_decode(seq, token, self._part.sequences)
+        with self._sequence(handle) as (part, seq):
+            if seq.state is not SequenceState.ACTIVE:
+                raise StateError(f"{seq.name} is {seq.state.value!r}: decode needs a prefilled prompt.")
+            require_no_plan(seq)
+            return part.writer.plan_decode(seq, token, part.sequences)
 
-    @_atomic
     def commit_decode(self, handle: SequenceHandle) -> None:
         """The step that writes the planned token was dispatched."""
-        seq = self._part.sequences.get(handle)
-        self._part.totals.add(self._part.writer.commit_decode(seq))
+        with self._sequence(handle) as (part, seq):
+            part.totals.add(part.writer.commit_decode(seq))
 
-    @_atomic
     def row(self, handle: SequenceHandle) -> Row:
         """The page table line of the sequence, with what was planned last."""
-        return self._part.sequences.get(handle).row
+        with self._sequence(handle) as (_, seq):
+            return seq.row
 
-    @_atomic
     def usage(self, handle: SequenceHandle) -> TurnUsage:
         """Tokens kept, hit and computed in the turn that runs or ran last."""
-        return self._part.sequences.get(handle).usage
+        with self._sequence(handle) as (_, seq):
+            return seq.usage
 
-    @_atomic
     def end_turn(self, handle: SequenceHandle, *, keep: bool, history_len: int) -> None:
         """End the turn and give back what it reserved.
 
@@ -176,9 +196,9 @@ class MemoryManager:
         next turn's comparison. keep=False: it failed or was aborted, at any point; what was planned but not
         committed is taken back, and of what was written the first `history_len` tokens stay.
         """
-        end_turn(self._part, self._part.sequences.get(handle), keep=keep, history_len=history_len)
+        with self._sequence(handle) as (part, seq):
+            end_turn(part, seq, keep=keep, history_len=history_len)
 
-    @_atomic
     def fork(self, handle: SequenceHandle, scope: Scope, *, reserve_from_parent: bool = False) -> SequenceHandle:
         """A second sequence on the same pages; no page is copied until someone writes a shared one.
 
@@ -186,55 +206,103 @@ class MemoryManager:
         parent is in its turn and there is no page for the copy that it must make now. With `reserve_from_parent`
         it is a branch of the running turn (n > 1): it decodes on, on its share of what the turn reserved.
         """
-        parent = self._part.sequences.get(handle)
-        return fork(self._part, parent, scope, reserve_from_parent=reserve_from_parent).handle
+        with self._sequence(handle) as (part, parent):
+            return fork(part, parent, scope, reserve_from_parent=reserve_from_parent).handle
 
-    @_atomic
     def release(self, handle: SequenceHandle) -> None:
         """End a sequence, in any state. Its handle is stale from then on."""
-        self._part.remove(self._part.sequences.get(handle))
+        with self._sequence(handle) as (part, seq):
+            part.remove(seq)
 
     # Pressure
 
-    @_atomic
+    def pin(self, handle: SequenceHandle) -> None:
+        """Keep the KV of a sequence until it is released: no turn of another makes it give up its pages."""
+        with self._sequence(handle) as (_, seq):
+            seq.pinned = True
+
     def drop(self, handle: SequenceHandle) -> None:
         """Give up the KV of a sequence that is between turns; its next turn computes it again."""
-        seq = self._part.sequences.get(handle)
-        if seq.in_turn:
-            raise StateError(f"{seq.name} is {seq.state.value!r}: only sequences between turns are dropped.")
-        self._part.drop(seq)
+        with self._sequence(handle) as (part, seq):
+            if seq.in_turn or seq.pinned:
+                what = "pinned" if seq.pinned else repr(seq.state.value)
+                raise StateError(f"{seq.name} is {what}: only sequences between turns, not pinned, are dropped.")
+            part.drop(seq)
 
-    @_atomic
+    def empty(self, tenant: str) -> int:
+        """Free every page of a tenant that no turn needs and that is not pinned; the number freed."""
+        with self._tenant(tenant) as part:
+            return part.empty()
+
     def evict_cached(self) -> int:
         """Free every cached page; the number freed."""
-        return self._part.store.evict_all()
+        with self._lock:
+            return sum(part.store.evict_all() for part in self._parts.values())
 
-    @_atomic
     def clear(self) -> None:
-        """Forget all KV that no turn needs: idle sequences are dropped, cached pages freed."""
-        for seq in self._part.sequences:
-            if not seq.in_turn:
-                self._part.drop(seq)
-        self._part.store.evict_all()
-        self._part.store.index.events.add(KVEvent(KVEventKind.CLEARED))
+        """Forget all KV that no turn needs: idle sequences are dropped, pinned ones too, cached pages freed."""
+        with self._lock:
+            for part in self._parts.values():
+                for seq in part.sequences:
+                    if not seq.in_turn:
+                        part.drop(seq)
+                part.store.evict_all()
+                part.settle()
+            self._commons.events.add(KVEvent(KVEventKind.CLEARED))
 
     # Views
 
-    @_atomic
     def stats(self) -> MemoryStats:
-        return audit.statistics(self._part.store, self._part.sequences, self._part.totals)
+        with self._lock:
+            return audit.statistics(self._commons, list(self._parts.values()), self._past)
 
-    @_atomic
     def pages(self) -> list[PageInfo]:
         """Every page that is not free."""
-        return audit.page_map(self._part.store, self._part.sequences)
+        with self._lock:
+            return audit.page_map(list(self._parts.values()))
 
-    @_atomic
     def events(self, since: int = 0) -> tuple[KVEvent, ...]:
         """What happened to keyed pages after event number `since`."""
-        return self._part.store.index.events.since(since)
+        return self._commons.events.since(since)
 
-    @_atomic
     def verify(self) -> None:
         """Raise StateError, with all the numbers, unless every invariant holds."""
-        audit.verify(self._part.store, self._part.sequences)
+        with self._lock:
+            audit.verify(self._commons, list(self._parts.values()))
+
+    # Inside
+
+    @contextmanager
+    def _tenant(self, tenant: str, *, new: bool = False) -> Iterator[Partition]:
+        """The tenant, for one operation; afterwards its claims are settled, and it is gone if nothing is left."""
+        with self._lock:
+            part = self._parts.get(tenant)
+            if part is None:
+                if not new:
+                    raise ClosedError(f"{tenant!r} is not one of the {len(self._parts)} open tenants.")
+                part = self._add_tenant(tenant)
+            try:
+                yield part
+            finally:
+                part.settle()
+                if part.is_empty:
+                    self._past.include(part.totals)
+                    self._commons.stores.remove(part.store)
+                    del self._parts[tenant]
+
+    @contextmanager
+    def _sequence(self, handle: SequenceHandle) -> Iterator[tuple[Partition, Sequence]]:
+        """A live sequence and its tenant, for one operation."""
+        with self._tenant(self._registry.get(handle).scope.tenant) as part:
+            yield part, self._registry.get(handle)
+
+    def _add_tenant(self, tenant: str) -> Partition:
+        part = self._parts[tenant] = Partition(
+            self._commons,
+            self._registry,
+            tenant,
+            self._parts,
+            block_size=self.block_size,
+            provisional_decode=self._provisional_decode,
+        )
+        return part

@@ -1,48 +1,132 @@
-"""Pages, sequences and totals that change together, and the checks that every operation on them begins with.
+"""Everything of one tenant: its pages, sequences, quotas and totals, and the checks that operations begin with.
 
-Knows nothing of locks, nor of what an operation is made of: those are in `turns`, `forking` and `writing`.
+No page is shared by two tenants, since keys contain the tenant, so no operation on one looks into another but to find
+room. Knows nothing of locks, nor of what an operation is made of: see `turns`, `room`, `forking` and `writing`.
 """
 
-from inms_jax.errors import ClosedError, StateError, VisibilityError
-from inms_jax.memory.audit import Totals
+from collections.abc import Mapping
+
+from inms_jax.errors import ClosedError, ConfigError, StateError, VisibilityError
+from inms_jax.memory.commons import Commons
 from inms_jax.memory.lifecycle import SEQUENCE_TRANSITIONS, SequenceEvent, SequenceState, advance
+from inms_jax.memory.quota import Book, Quota
 from inms_jax.memory.registry import Registry
+from inms_jax.memory.reservation import rebook
 from inms_jax.memory.sequence import Sequence
-from inms_jax.memory.stats import SequenceHandle
-from inms_jax.memory.store import PageStore
-from inms_jax.memory.tier import Scope
+from inms_jax.memory.tier import Scope, Tier
 from inms_jax.memory.writing import Writer
 
 
 class Partition:
-    """What operations work on; changed under the manager's lock only."""
+    """What operations work on; changed under the manager's lock only. `peers`: all tenants by name, this one too."""
 
-    def __init__(self, store: PageStore, *, block_size: int, provisional_decode: bool) -> None:
+    def __init__(
+        self,
+        commons: Commons,
+        registry: Registry,
+        tenant: str,
+        peers: dict[str, "Partition"],
+        *,
+        block_size: int,
+        provisional_decode: bool,
+    ) -> None:
+        self.tenant = tenant
+        self.peers = peers
         self.block_size = block_size
-        self.store = store
-        self.writer = Writer(store, provisional_decode=provisional_decode)
-        self.sequences = Registry()
-        self.totals = Totals()
-        self._clock = 0
+        self.store = commons.add_store(tenant)
+        self.ledger = commons.ledger
+        self.writer = Writer(self.store, provisional_decode=provisional_decode)
+        self.sequences: dict[Sequence, None] = {}
+        self.totals = self.store.totals
+        self._commons = commons
+        self._registry = registry
+        self._claimed = 0
+        self.declared = False
 
     def tick(self) -> int:
-        """The next moment; orders uses, measures nothing."""
-        self._clock += 1
-        return self._clock
+        """The next moment."""
+        return next(self._commons.clock)
+
+    def settle(self) -> None:
+        """Tell the ledger what the pools claim now."""
+        claim = sum(book.claim for book in self.store.pools.values())
+        if claim != self._claimed:
+            self.ledger.change(claim - self._claimed)
+            self._claimed = claim
 
     def add(self, scope: Scope, readable: frozenset[Scope]) -> Sequence:
         """A new sequence without pages."""
-        seq = self.sequences.add(scope, readable)
+        seq = self._registry.add(scope, readable)
+        self.sequences[seq] = None
         seq.last_used = self.tick()
         return seq
 
-    def in_prefill(self, handle: SequenceHandle) -> Sequence:
-        """The sequence, which must be computing its prompt and have no step planned."""
-        seq = self.sequences.get(handle)
-        if seq.state is not SequenceState.PREFILL:
-            raise StateError(f"{seq.name} is {seq.state.value!r}: there is nothing to prefill. Begin a turn first.")
-        require_no_plan(seq)
-        return seq
+    # What it is
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of the tenant is left."""
+        return not (self.declared or self.sequences or self.store.open_scopes or self.store.owner)
+
+    def set_quotas(self, quotas: Mapping[Tier, Quota], *, declared: bool = True) -> None:
+        """Change the size of the pools. `declared` tenants stay when they are empty."""
+        for tier, quota in quotas.items():
+            book = self.store.pools[tier]
+            self.ledger.reserve(quota.reserve - book.quota.reserve)
+            book.quota = quota
+        self.declared = declared
+        self.settle()
+
+    # Scopes
+
+    def close_scope(self, scope: Scope) -> None:
+        """Close a scope for all who hold it."""
+        self.store.close_scope(scope)
+        self._pass_charges_on()
+
+    def hold_scope(self, scope: Scope, account: Scope, limit: int | None) -> None:
+        """One holder more; see `MemoryManager.hold_scope`."""
+        lineages = self.store.lineages
+        if limit is not None and limit < 1:
+            raise ConfigError(f"The limit of {account} must be at least 1 page, got {limit}.")
+        if not lineages.held(scope):
+            self.store.open_scope(scope)
+        lineages.hold(scope, account)
+        if limit is not None and account not in self.store.accounts:
+            self.store.accounts[account] = Book(account_name(account), Quota(0, limit), is_pool=False)
+            self._pass_charges_on()
+
+    def drop_scope(self, scope: Scope, account: Scope) -> None:
+        """One holder less; see `MemoryManager.drop_scope`."""
+        lineages = self.store.lineages
+        payer = lineages.payer(scope)
+        lineages.drop(scope, account)
+        if not lineages.held(scope):
+            self.store.close_scope(scope)
+        if not lineages.holds_any(account):
+            self.store.accounts.pop(account, None)
+        if lineages.payer(scope) != payer:
+            self._pass_charges_on()
+
+    def _pass_charges_on(self) -> None:
+        self.store.recharge()
+        for seq in self.sequences:
+            rebook(self.store, seq, payers_changed=True)
+
+    # Operations
+
+    def advance_hits(self, seq: Sequence) -> None:
+        """Hold the blocks that the index has next."""
+        self.totals.hit_tokens += self.writer.advance_hits(seq)
+
+    def empty(self) -> int:
+        """Free what no turn needs and nobody pinned; the number of pages freed."""
+        before = len(self.store.owner)
+        for seq in self.sequences:
+            if seq.droppable:
+                self.drop(seq)
+        self.store.evict_all()
+        return before - len(self.store.owner)
 
     def require_open(self, scope: Scope) -> None:
         """ClosedError unless `scope` is open."""
@@ -59,12 +143,28 @@ class Partition:
         self.writer.cancel(seq)
         move(seq, SequenceEvent.RELEASE)
         self.writer.truncate(seq, 0)
-        self.sequences.remove(seq)
+        rebook(self.store, seq)
+        self._registry.remove(seq)
+        del self.sequences[seq]
+
+
+def account_name(account: Scope) -> str:
+    """An account in a message."""
+    if account.agent is not None:
+        return f"agent {account.agent} of {account.group or account.tenant}"
+    return f"group {account.group} of {account.tenant}"
 
 
 def move(seq: Sequence, event: SequenceEvent) -> None:
     """Advance the state of a sequence; an illegal event raises StateError and changes nothing."""
     seq.state = advance(SEQUENCE_TRANSITIONS, seq.state, event, seq.name)
+
+
+def require_prefill(seq: Sequence) -> None:
+    """StateError unless the sequence is computing its prompt and has no step planned."""
+    if seq.state is not SequenceState.PREFILL:
+        raise StateError(f"{seq.name} is {seq.state.value!r}: there is nothing to prefill. Begin a turn first.")
+    require_no_plan(seq)
 
 
 def require_no_plan(seq: Sequence) -> None:

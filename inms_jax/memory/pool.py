@@ -1,13 +1,12 @@
-"""The page pool: free list, reference counts, generations and the state of each page.
+"""The page pool: free list, reference counts, generations, the state of each page and the books it is charged to.
 
 Knows nothing of tokens, scopes or who holds a page. Page 0 is the null page and is never given out.
 """
 
-from collections import Counter
-
 from inms_jax.errors import CapacityError, ConfigError, StateError
 from inms_jax.memory.lifecycle import PAGE_TRANSITIONS, PageEvent, PageState, advance
 from inms_jax.memory.plan import NULL_PAGE
+from inms_jax.memory.quota import Book
 
 
 class PagePool:
@@ -22,7 +21,7 @@ class PagePool:
         self._generation = [0] * num_pages
         # Popped from the end: the lowest free page first, then the one freed last.
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
-        self._count: Counter[PageState] = Counter({PageState.FREE: num_pages - 1})
+        self._books: list[tuple[Book, ...]] = [()] * num_pages
 
     def state(self, page: int) -> PageState:
         return self._state[page]
@@ -34,8 +33,22 @@ class PagePool:
         """How often the page has been freed: tells two uses of one page apart."""
         return self._generation[page]
 
-    def count(self, state: PageState) -> int:
-        return self._count[state]
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def books(self, page: int) -> tuple[Book, ...]:
+        """What the page is charged to: a pool, and then an account if one pays for it."""
+        return self._books[page]
+
+    def recharge(self, page: int, books: tuple[Book, ...]) -> None:
+        """Charge a page that is not free to other books."""
+        state = self._state[page]
+        for book in self._books[page]:
+            book.states[state] -= 1
+        for book in books:
+            book.states[state] += 1
+        self._books[page] = books
 
     def move(self, page: int, event: PageEvent) -> None:
         """Advance the state of a page; an illegal event raises StateError and changes nothing."""
@@ -44,19 +57,20 @@ class PagePool:
         before = self._state[page]
         after = advance(PAGE_TRANSITIONS, before, event, f"Page {page}")
         self._state[page] = after
-        self._count[before] -= 1
-        self._count[after] += 1
+        for book in self._books[page]:
+            book.states[before] -= 1
+            book.states[after] += 1
 
-    def allocate(self) -> int:
-        """Take a free page, with one reference."""
+    def allocate(self, books: tuple[Book, ...] = ()) -> int:
+        """Take a free page, with one reference, and charge it to `books`."""
         if not self._free:
             raise CapacityError(
                 f"Cannot allocate 1 page: 0 of {self.num_pages - 1} are free. Close an agent or enlarge the pool."
             )
-        page = self._free[-1]
-        self.move(page, PageEvent.ALLOCATE)
-        self._free.pop()
+        page = self._free.pop()
+        self._state[page] = advance(PAGE_TRANSITIONS, self._state[page], PageEvent.ALLOCATE, f"Page {page}")
         self._references[page] = 1
+        self.recharge(page, books)
         return page
 
     def retain(self, page: int) -> None:
@@ -80,6 +94,7 @@ class PagePool:
         if self._references[page]:
             raise StateError(f"Page {page} cannot be freed: it has {self._references[page]} holders.")
         self.move(page, PageEvent.RETIRE)
+        self.recharge(page, ())
         self.move(page, PageEvent.FENCE_LIFTED)
         self._generation[page] += 1
         self._free.append(page)

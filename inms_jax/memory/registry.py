@@ -1,9 +1,9 @@
 """Live sequences by handle. Ids are used again, under the next generation, so a dead handle can touch nothing.
 
-Knows nothing of pages.
+One for all tenants, locked by itself. Knows nothing of pages.
 """
 
-from collections.abc import Iterator
+import threading
 
 from inms_jax.errors import StaleHandleError
 from inms_jax.memory.sequence import Sequence
@@ -12,21 +12,23 @@ from inms_jax.memory.tier import Scope
 
 
 class Registry:
-    """Gives out handles; iterates over the sequences that are live."""
+    """Gives out handles and finds their sequences."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._live: dict[int, Sequence] = {}
         self._generations: list[int] = []
         self._free_ids: list[int] = []
 
     def add(self, scope: Scope, readable: frozenset[Scope]) -> Sequence:
-        if self._free_ids:
-            number = self._free_ids.pop()
-        else:
-            number = len(self._generations)
-            self._generations.append(0)
-        seq = self._live[number] = Sequence(SequenceHandle(number, self._generations[number]), scope, readable)
-        return seq
+        with self._lock:
+            if self._free_ids:
+                number = self._free_ids.pop()
+            else:
+                number = len(self._generations)
+                self._generations.append(0)
+            seq = self._live[number] = Sequence(SequenceHandle(number, self._generations[number]), scope, readable)
+            return seq
 
     def get(self, handle: SequenceHandle) -> Sequence:
         """Raises StaleHandleError for a handle whose sequence was released."""
@@ -41,10 +43,8 @@ class Registry:
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        number = seq.handle.id
-        del self._live[number]
-        self._generations[number] += 1
-        self._free_ids.append(number)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._live.values())
+        with self._lock:
+            number = seq.handle.id
+            del self._live[number]
+            self._generations[number] += 1
+            self._free_ids.append(number)

@@ -14,6 +14,7 @@ from inms_jax.memory.layout import Layout, lay_out
 from inms_jax.memory.lifecycle import SequenceState
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row
 from inms_jax.memory.policy import MissReason
+from inms_jax.memory.quota import Book
 from inms_jax.memory.stats import SequenceHandle, TurnUsage
 from inms_jax.memory.tier import Scope
 
@@ -67,6 +68,13 @@ class Sequence:
     # Pages set aside besides those for blocks: for a copy of the page written next, and for branches.
     copy_reserved: int = 0
     branch_reserved: int = 0
+    # What of that is written down, and where.
+    booked: Counter[Book] = field(default_factory=Counter)
+    booked_pages: int = 0
+    # Pinned pages stay: no turn of another makes the sequence give them up.
+    pinned: bool = False
+    # Its next turn waits for pages within a quota, which was counted.
+    refused: bool = False
     last_used: int = 0
     kept_tokens: int = 0
     hit_tokens: int = 0
@@ -80,6 +88,11 @@ class Sequence:
     @property
     def in_turn(self) -> bool:
         return self.state in (SequenceState.PREFILL, SequenceState.ACTIVE)
+
+    @property
+    def droppable(self) -> bool:
+        """Whether it has pages that a turn of another sequence may make it give up."""
+        return bool(self.held) and not self.in_turn and not self.pinned
 
     @property
     def reserved(self) -> int:

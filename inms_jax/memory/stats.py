@@ -1,5 +1,6 @@
 """Typed results that the manager gives out: admissions, matches, usage, statistics and the page map."""
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +19,14 @@ class SequenceHandle:
     generation: int
 
 
+class Shortage(enum.StrEnum):
+    """What a turn has too few pages of: its agent's or group's account, its tenant's pool, or the whole memory."""
+
+    ACCOUNT = "account"
+    POOL = "pool"
+    MEMORY = "memory"
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """Whether a turn may start now. Not admitted: nothing was changed, ask again when pages were given back.
@@ -30,6 +39,7 @@ class Admission:
     available: int
     reason: str | None = None
     missing: tuple[tuple[Span, ...], ...] = ()
+    short: Shortage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +99,5 @@ class MemoryStats:
     copies: int
     evictions: int
     dropped_sequences: int
+    quota_refusals: int
+    """Turns that had to wait for pages, or could never have them, because of a limit of their own."""

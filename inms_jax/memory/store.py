@@ -1,33 +1,54 @@
-"""Pool and index moved together: what happens to a page when it is taken, keyed, hit, let go or evicted.
+"""Pool and index of one tenant moved together: what happens to a page when it is taken, keyed, hit, let go or evicted.
 
-Knows which scopes are open. Knows nothing of sequences.
+Knows which scopes are open and who pays for them. Knows nothing of sequences.
 """
 
-from inms_jax.errors import StateError
+from collections.abc import Callable, Iterable
+
+from inms_jax.errors import CapacityError, StateError
 from inms_jax.memory.index import Node, PrefixIndex
 from inms_jax.memory.lifecycle import PageEvent, PageState
+from inms_jax.memory.lineages import Lineages
 from inms_jax.memory.policy import Sharing, decide
 from inms_jax.memory.pool import PagePool
+from inms_jax.memory.quota import Book, Quota
 from inms_jax.memory.tier import Scope, Tier
+from inms_jax.memory.totals import Totals
 
 
 class PageStore:
-    """The pages, their keys, and the scopes under which pages may have keys."""
+    """The pages of a tenant, their keys, and the scopes under which pages may have keys.
 
-    def __init__(self, pool: PagePool, index: PrefixIndex, *, caching: bool) -> None:
+    `borrow` frees a cached page of another tenant, or says that there is none.
+    """
+
+    def __init__(
+        self, tenant: str, pool: PagePool, index: PrefixIndex, borrow: Callable[[], bool], *, caching: bool
+    ) -> None:
+        self.tenant = tenant
         self.pool = pool
         self.index = index
         self.caching = caching
+        self._borrow = borrow
         self.open_scopes: set[Scope] = set()
-        self.evictions = 0
+        self.lineages = Lineages()
+        self.pools = {tier: Book(f"the {tier.name.lower()} pool of {tenant}", Quota(), is_pool=True) for tier in Tier}
+        self.accounts: dict[Scope, Book] = {}
+        self._books: dict[Scope, tuple[Book, ...]] = {}
+        self.totals = Totals()
         # The scope of what is in each page that is not free, and how many planned copies read a page.
         self.owner: dict[int, Scope] = {}
         self.readers: dict[int, int] = {}
 
-    @property
-    def available(self) -> int:
-        """Pages that can be taken: free ones, and cached ones by evicting them."""
-        return self.pool.count(PageState.FREE) + self.pool.count(PageState.CACHED)
+    def books(self, scope: Scope) -> tuple[Book, ...]:
+        """What pages of `scope` are charged to: the pool of its tier, and the account of its payer if it has one."""
+        found = self._books.get(scope)
+        if found is None:
+            payer = self.lineages.payer(scope)
+            account = None if payer is None else self.accounts.get(payer)
+            pool = self.pools[scope.tier]
+            found = self._books[scope] = (pool,) if account is None else (pool, account)
+        return found
 
     def shares(self, node: Node | None) -> bool:
         """Whether a block may be looked up, claimed and published."""
@@ -43,18 +64,23 @@ class PageStore:
         held = self.pool.references(page) - self.readers.get(page, 0)
         return held == 1 and self.pool.state(page) is PageState.FILLING
 
-    def take(self, owner: Scope) -> int:
-        """A page to fill; evicts a cached page when none is free."""
-        if self.pool.count(PageState.FREE) == 0 and self.pool.count(PageState.CACHED):
-            self.evict(self.index.order.next_victim())
-        page = self.pool.allocate()
-        self.owner[page] = owner
-        return page
+    def take(self, owners: Iterable[Scope]) -> list[int]:
+        """One page to fill for each owner, all or none; evicts cached pages where a limit or the pool is full."""
+        pages: list[int] = []
+        try:
+            for owner in owners:
+                pages.append(self._take(owner))  # noqa: PERF401 (what came before an error is given back)
+        except CapacityError:
+            for page in pages:
+                self.let_go(page)
+            raise
+        return pages
 
     def retain(self, page: int) -> None:
         self.pool.retain(page)
-        if self.index.node_of(page) is not None:
-            self.index.order.found(page)
+        node = self.index.node_of(page)
+        if node is not None:
+            self.index.orders[node.scope.tier].found(page)
 
     def let_go(self, page: int, *, superseded: bool = False) -> None:
         """One holder leaves. The last one leaves a keyed page CACHED and any other FREE.
@@ -65,7 +91,8 @@ class PageStore:
             return
         if self.pool.state(page) is PageState.SEALED:
             self.pool.move(page, PageEvent.LAST_HOLDER_LEFT)
-            self.index.order.park(page, superseded=superseded and self.owner[page].tier is Tier.PRIVATE)
+            tier = self.owner[page].tier
+            self.index.orders[tier].park(page, superseded=superseded and tier is Tier.PRIVATE)
         else:
             self._free(page)
 
@@ -82,7 +109,9 @@ class PageStore:
     def seal(self, node: Node, page: int) -> None:
         """Publish a written page under its key."""
         self.pool.move(page, PageEvent.SEAL)
-        self.owner[page] = node.scope
+        if self.owner[page] != node.scope:
+            self.owner[page] = node.scope
+            self.pool.recharge(page, self.books(node.scope))
         self.index.publish(node, page)
 
     def evict(self, page: int) -> None:
@@ -92,13 +121,24 @@ class PageStore:
         self.index.note_eviction(page)
         self.index.withdraw(page)
         self._free(page)
-        self.evictions += 1
+        self.totals.evictions += 1
 
     def evict_all(self) -> int:
-        pages = self.index.order.pages()
+        pages = [page for order in self.index.orders.values() for page in order.pages()]
         for page in pages:
             self.evict(page)
         return len(pages)
+
+    def evict_own(self, tier: Tier) -> bool:
+        """Free a cached page of the pool of `tier`, or of another pool of this tenant that is above its reserve."""
+        lenders = [other for other in Tier if other is not tier and self.pools[other].lends]
+        if self.pools[tier].cached:
+            lenders = [tier]
+        if not lenders:
+            return False
+        order = min((self.index.orders[other] for other in lenders), key=lambda order: order.rank)
+        self.evict(order.next_victim())
+        return True
 
     def open_scope(self, scope: Scope) -> None:
         if scope in self.open_scopes:
@@ -110,6 +150,7 @@ class PageStore:
         if scope not in self.open_scopes:
             raise StateError(f"{scope} is not one of the {len(self.open_scopes)} open scopes.")
         self.open_scopes.remove(scope)
+        self.lineages.forget(scope)
         self.index.forget(scope)
         for page in self.index.pages_of(scope):
             self.index.withdraw(page)
@@ -117,6 +158,31 @@ class PageStore:
                 self._free(page)
             else:
                 self.pool.move(page, PageEvent.WITHDRAW)
+        self.recharge()
+
+    def recharge(self) -> None:
+        """Somebody else pays for some scope now: charge its pages to the right books."""
+        self._books.clear()
+        for page, owner in self.owner.items():
+            books = self.books(owner)
+            if self.pool.books(page) != books:
+                self.pool.recharge(page, books)
+
+    def _take(self, owner: Scope) -> int:
+        books = self.books(owner)
+        for book in books:
+            if book.full:
+                # L1 says that a pool has one; an account may be over its limit, since charges are passed on to it.
+                victims = self.index.orders[owner.tier].pages()
+                victim = next((page for page in victims if book in self.pool.books(page)), None)
+                if victim is not None:
+                    self.evict(victim)
+        while not self.pool.num_free:
+            if not (self.evict_own(owner.tier) or self._borrow()):
+                break
+        page = self.pool.allocate(books)
+        self.owner[page] = owner
+        return page
 
     def _free(self, page: int) -> None:
         self.pool.retire(page)

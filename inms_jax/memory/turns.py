@@ -6,15 +6,16 @@ Everything is worked out and checked before anything is changed. Knows nothing o
 from collections import Counter
 from collections.abc import Sequence as Items
 
-from inms_jax.errors import CapacityError, InvalidRequestError
+from inms_jax.errors import InvalidRequestError
 from inms_jax.memory.admission import TurnPlan, check_readable, plan_turn, without_partial_page
 from inms_jax.memory.fragment import own_length
 from inms_jax.memory.lifecycle import SEQUENCE_TRANSITIONS, SequenceEvent, SequenceState, advance
 from inms_jax.memory.partition import Partition, require_no_plan, require_same_group
 from inms_jax.memory.plan import Span
-from inms_jax.memory.reservation import hand_over_copy, make_room
+from inms_jax.memory.reservation import hand_over_copy, rebook
+from inms_jax.memory.room import make_room, require_possible
 from inms_jax.memory.sequence import Sequence
-from inms_jax.memory.stats import Admission
+from inms_jax.memory.stats import Admission, Shortage
 from inms_jax.memory.tier import Scope
 
 
@@ -46,27 +47,24 @@ def begin_turn(
         store=part.store,
         block_size=part.block_size,
     )
-    most = part.store.pool.num_pages - 1
-    if plan.total > most:
-        raise CapacityError(
-            f"{seq.name} needs {plan.total} pages of {part.block_size} tokens for {plan.context_length} tokens "
-            f"of context, {max_new_tokens} new ones and {branches} branches: the pool has {most}. Shorten the "
-            "context, lower max_tokens or enlarge the pool."
-        )
+    require_possible(part, seq, plan)
     if plan.missing:
         reason = f"{len(plan.missing)} fragments have to be computed after their roots first"
-        return Admission(False, plan.needed, part.store.available, reason, plan.missing)
-    available, dropped = make_room(part.store, part.sequences, seq, plan)
-    if available < plan.needed and plan.copy:
+        return Admission(False, plan.needed, part.ledger.spare, reason, missing=plan.missing)
+    room = make_room(part, seq, plan)
+    if room.short and plan.copy:
         plan = without_partial_page(seq, plan, part.store)
-        available, dropped = make_room(part.store, part.sequences, seq, plan)
-    if available < plan.needed:
-        reason = f"{plan.needed} pages are needed, {available} of {most} can be had now"
-        return Admission(False, plan.needed, available, reason)
-    for other in dropped:
-        part.drop(other)
+        room = make_room(part, seq, plan)
+    if room.short:
+        if room.short is not Shortage.MEMORY and not seq.refused:
+            seq.refused = True
+            part.totals.quota_refusals += 1
+        return Admission(False, plan.needed, room.available, room.reason, short=room.short)
+    for owner, other in room.dropped:
+        owner.drop(other)
+        owner.settle()
     _start(part, seq, plan, after)
-    return Admission(True, plan.needed, available)
+    return Admission(True, plan.needed, room.available)
 
 
 def end_turn(part: Partition, seq: Sequence, *, keep: bool, history_len: int) -> None:
@@ -78,10 +76,11 @@ def end_turn(part: Partition, seq: Sequence, *, keep: bool, history_len: int) ->
     if keep:
         require_no_plan(seq)
     part.writer.cancel(seq)
-    hand_over_copy(part.sequences, seq)
+    hand_over_copy(part.store, part.sequences, seq)
     seq.state = after
     seq.copy_reserved = seq.branch_reserved = 0
     seq.last_used = part.tick()
+    rebook(part.store, seq)
     part.writer.truncate(seq, seq.written if keep else own_length(seq.bodies, history_len))
 
 
@@ -100,8 +99,9 @@ def _start(part: Partition, seq: Sequence, plan: TurnPlan, state: SequenceState)
     seq.written = seq.prefilled = plan.written
     seq.copy_reserved, seq.branch_reserved = plan.copy, plan.branch_pages
     seq.kept_tokens, seq.hit_tokens = plan.kept, plan.written - plan.kept
-    seq.computed_tokens, seq.misses = 0, Counter()
+    seq.computed_tokens, seq.misses, seq.refused = 0, Counter(), False
     seq.last_used = part.tick()
+    rebook(part.store, seq)
     part.writer.seal_blocks(seq, range(plan.kept_pages))
     part.totals.kept_tokens += seq.kept_tokens
     part.totals.hit_tokens += seq.hit_tokens

@@ -13,7 +13,7 @@ from inms_jax.memory.fragment import between, first_shifted, positions
 from inms_jax.memory.lifecycle import PageState
 from inms_jax.memory.plan import NULL_PAGE, Copy, DecodeSlot, PrefillChunk
 from inms_jax.memory.policy import MissReason
-from inms_jax.memory.reservation import spend_copy
+from inms_jax.memory.reservation import rebook, spend_copy
 from inms_jax.memory.sequence import Pending, Sequence
 from inms_jax.memory.store import PageStore
 
@@ -41,6 +41,7 @@ class Writer:
             seq.pages.append(page)
             seq.written = seq.prefilled = seq.layout.ends[block]
         seq.hit_tokens += seq.written - before
+        rebook(self._store, seq)
         self._release_claims(seq)
         return seq.written - before
 
@@ -77,12 +78,12 @@ class Writer:
         for block in range(first, last + 1):
             low, high = max(start, seq.layout.starts[block]), min(end, seq.layout.ends[block])
             misses.update(self._miss_reasons(seq, block, low, high))
+        copies = self._open_pages(seq, first, last, sequences)
         for block in range(first, last + 1):
             node = seq.node(block)
             if node is not None and node.claimant is None and self._store.shares(node):
                 node.claimant = seq.handle.id
                 seq.claims.append(node)
-        copies = self._open_pages(seq, first, last, sequences)
         numbers = np.arange(start, end, dtype=np.int32)
         blocks = np.searchsorted(seq.layout.start_array, numbers, side="right") - 1
         chunk = PrefillChunk(
@@ -205,17 +206,21 @@ class Writer:
 
     def _open_pages(self, seq: Sequence, first: int, last: int, sequences: Iterable[Sequence]) -> tuple[Copy, ...]:
         """Make blocks first..last writable: new pages, and a copy where one is held that may not be written."""
+        held = first < len(seq.pages)
+        source = seq.pages[first] if held and not self._store.writable(seq.pages[first]) else None
+        fresh = range(first + held, last + 1)
+        owners = [seq.layout.scopes[block] for block in ([first, *fresh] if source is not None else fresh)]
+        taken = self._store.take(owners)
         copies: tuple[Copy, ...] = ()
-        for block in range(first, last + 1):
-            owner = seq.layout.scopes[block]
-            if block == len(seq.pages):
-                seq.pages.append(self._store.take(owner))
-            elif not self._store.writable(seq.pages[block]):
-                source = seq.pages[block]
-                spend_copy(sequences, seq, source)
-                self._store.begin_read(source)
-                seq.pages[block] = self._store.take(owner)
-                copies = (Copy(source, seq.pages[block]),)
+        if source is not None:
+            spend_copy(self._store, sequences, seq, source)
+            self._store.begin_read(source)
+            seq.pages[first] = taken.pop(0)
+            copies = (Copy(source, seq.pages[first]),)
+        elif held:
+            seq.copy_reserved = 0  # it writes in place
+        seq.pages += taken
+        rebook(self._store, seq)
         return copies
 
     def _extend_nodes(self, seq: Sequence, block: int) -> None:

@@ -13,6 +13,7 @@ from inms_jax.memory.fingerprint import CacheIdentity, HashFunction
 from inms_jax.memory.fragment import canonical_context
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span, StepPlan, plan_decode, plan_prefill
+from inms_jax.memory.quota import PoolMode
 from inms_jax.memory.stats import SequenceHandle
 from inms_jax.memory.tier import Scope
 
@@ -105,6 +106,7 @@ class Lab:
         scopes: Sequence[Scope] = (),
         caching: bool = True,
         provisional: bool = True,
+        pool_mode: PoolMode = "elastic",
         hash_function: HashFunction | None = None,
     ) -> None:
         self.memory = MemoryManager(
@@ -113,6 +115,7 @@ class Lab:
             identity=identity(block_size),
             enable_prefix_caching=caching,
             provisional_decode=provisional,
+            pool_mode=pool_mode,
             hash_function=hash_function,
         )
         self.device = Device(num_pages, block_size)

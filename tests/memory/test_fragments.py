@@ -230,7 +230,7 @@ def test_own_length_counts_tokens_outside_of_bodies():
     m = lab()
     a = m.memory.register(A)
     m.turn(a, [SYSTEM, notes(A, 5), fragment(), notes(A, 2, 600)], A)
-    bodies = m.memory._part.sequences.get(a).bodies
+    bodies = m.memory._registry.get(a).bodies
     assert [own_length(bodies, n) for n in (0, 11, 14, 15, 21, 22, 23)] == [0, 11, 14, 14, 14, 15, 16]
 
 

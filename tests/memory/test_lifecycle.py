@@ -16,6 +16,7 @@ from inms_jax.memory.lifecycle import (
     advance,
 )
 from inms_jax.memory.pool import PagePool
+from inms_jax.memory.quota import Book, Quota
 
 WAYS = {
     PageState.FREE: (),
@@ -31,20 +32,21 @@ WAYS = {
 @pytest.mark.parametrize("state", PageState)
 @pytest.mark.parametrize("event", PageEvent)
 def test_every_event_of_a_page_is_in_the_table_or_changes_nothing(state: PageState, event: PageEvent):
-    pool = PagePool(3)
+    pool, book = PagePool(3), Book("a pool", Quota(), is_pool=True)
+    pool.recharge(1, (book,))
     for step in WAYS[state]:
         pool.move(1, step)
-    before = {s: pool.count(s) for s in PageState}
+    before = dict(book.states)
     after = PAGE_TRANSITIONS.get((state, event))
     if after is None:
         with pytest.raises(StateError, match=rf"Page 1 is '{state.value}': '{event.value}' is not possible now"):
             pool.move(1, event)
-        assert {s: pool.count(s) for s in PageState} == before
+        assert book.states == before
         assert pool.state(1) is state
     else:
         pool.move(1, event)
         assert pool.state(1) is after
-        assert pool.count(after) == before[after] + 1
+        assert book.states[after] == before[after] + 1
 
 
 @pytest.mark.parametrize("state", SequenceState)

@@ -123,7 +123,7 @@ def test_a_released_scope_id_is_opened_once():
     with pytest.raises(StateError, match="is open already"):
         m.memory.open_scope(A)
     m.memory.close_scope(A)
-    with pytest.raises(StateError, match="not one of the 8 open scopes"):
+    with pytest.raises(StateError, match="not one of the 6 open scopes"):
         m.memory.close_scope(A)
 
 
@@ -136,7 +136,7 @@ def test_verify_names_what_is_inconsistent():
     m = lab(4)
     a = m.memory.register(A)
     m.turn(a, [text(A, 0, 3)], A)
-    m.memory._part.store.pool.retain(m.pages(a)[0])
+    m.memory._commons.pool.retain(m.pages(a)[0])
     with pytest.raises(StateError, match="page 1 has 2 references, 1 are in tables"):
         m.memory.verify()
 

@@ -306,7 +306,7 @@ def test_held_pages_of_a_closed_scope_stay_readable_but_are_hit_no_more():
 def test_a_closed_scope_takes_no_new_sequence():
     m = lab()
     m.memory.close_scope(A)
-    with pytest.raises(ClosedError, match="not one of the 8 open scopes"):
+    with pytest.raises(ClosedError, match="not one of the 6 open scopes"):
         m.memory.register(A)
 
 

@@ -22,7 +22,7 @@ def test_double_release_names_the_page_and_changes_nothing():
     with pytest.raises(StateError, match=rf"Page {page} \(generation 1\).*'free'.*0 holders"):
         pool.release(page)
     assert pool.references(page) == 0
-    assert pool.count(PageState.FREE) == 2
+    assert pool.num_free == 2
 
 
 def test_a_held_page_cannot_be_freed():
