@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from inms_jax.agents import Agent
     from inms_jax.config import EngineConfig, SamplingParams
     from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
-    from inms_jax.engine.segment import Segment
+    from inms_jax.engine.segment import Segment, Shared
     from inms_jax.llm import LLM
     from inms_jax.memory.tier import Scope, Tier
     from inms_jax.stats import AgentStats, HomeStats, Stats
@@ -31,6 +31,7 @@ _HOMES = {
     "SamplingParams": "config",
     "Scope": "memory.tier",
     "Segment": "engine.segment",
+    "Shared": "engine.segment",
     "Stats": "stats",
     "Tenant": "tenants",
     "Tier": "memory.tier",
@@ -49,6 +50,7 @@ __all__ = [
     "SamplingParams",
     "Scope",
     "Segment",
+    "Shared",
     "Stats",
     "Tenant",
     "Tier",

@@ -6,21 +6,23 @@ Knows nothing of pages: it names scopes and hands contexts to the engine.
 import contextlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 from inms_jax.config import SamplingParams, sampling_params
 from inms_jax.engine.conversation import Conversation, Item, ReplyItem, TextItem
+from inms_jax.engine.fragments import Decision, Mode
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
 from inms_jax.engine.request import Request, TurnStart
-from inms_jax.engine.segment import Published, Segment, message_parts
+from inms_jax.engine.segment import Published, Segment, Shared, message_parts, segment_mode
 from inms_jax.engine.services import Services
-from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, VisibilityError
+from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
+from inms_jax.shelf import Shelf
 from inms_jax.stats import AgentStats, View
 
 
@@ -36,7 +38,7 @@ class AgentSnapshot:
 
 
 Closable = TypeVar("Closable", bound="Handle")
-ContextItem = str | Segment
+ContextItem = str | Segment | Shared
 ChatInput = str | Segment | Sequence[dict[str, str] | Segment]
 
 
@@ -84,24 +86,23 @@ class Home(Handle):
         self._services = services
         self.scope = scope
         self.outer = outer
-        self.published: dict[str, Published] = {}
+        self.shelf: Shelf = Shelf(f"{self.kind} {name!r}", scope, outer.shelf if outer else None)
         self.agents: dict[str, Agent] = {}
         services.hold_scope(scope)
 
-    def visible(self) -> dict[str, Published]:
-        """Every text that an agent of this home can read, by name."""
-        return {**(self.outer.visible() if self.outer else {}), **self.published}
+    def _publish(self, name: str, text: str, role: str, mode: Mode | str, readers: int) -> None:
+        if segment_mode(mode) is Mode.FRAGMENT:
+            self._services.require_fragments()
+        self.shelf.publish(name, text, role, mode, readers)
 
-    def _publish(self, name: str, text: str, role: str) -> None:
-        if not isinstance(name, str) or not name:
-            raise InvalidRequestError(f"a published text needs a non-empty name, got {name!r}")
-        if not isinstance(text, str) or not text:
-            raise InvalidRequestError(f"nothing to publish as {name!r}: the text is empty")
-        if name in self.published:
-            raise InvalidRequestError(
-                f"{name!r} is already published in {self.kind} {self.name!r} and cannot change: use another name"
-            )
-        self.published[name] = Published(name, text, role, self.scope)
+    def root(self, names: Sequence[str]) -> None:
+        """Declare the published texts that fragments of this home stand after, where a context has no public head.
+
+        They are computed for that even where no reader's context holds them. Applies to contexts made from now on.
+        """
+        with self._services.lock:
+            self._require_open()
+            self.shelf.declare_root(names)
 
     def _agent(self, name: str, context: Sequence[ContextItem], tools: Sequence[dict[str, Any]] | None) -> "Agent":
         with self._services.lock:
@@ -207,7 +208,7 @@ class Agent(Handle):
         """`stream` for asyncio."""
         return AsyncStream(self._submit(message, params, tools, stream=True))
 
-    def append(self, *parts: str | Segment, role: str | None = None) -> None:
+    def append(self, *parts: ContextItem, role: str | None = None) -> None:
         """Add published names and Segments to the conversation without generating; `role` overrides theirs."""
         self._require_open()
         items = []
@@ -215,7 +216,7 @@ class Agent(Handle):
             resolved = self._resolve(part)
             item = self._conversation.item(resolved)
             if role is not None and isinstance(item, TextItem):
-                item = TextItem(role, item.text, item.scope, item.published)
+                item = replace(item, role=role)
             items.append(item)
 
         def extend() -> None:
@@ -247,6 +248,10 @@ class Agent(Handle):
         """Its own turns and pages; says nothing of other agents."""
         self._require_open()
         return View(self._services).agent(self.full_name, self.scope, self._handle)
+
+    def explain(self) -> tuple[Decision, ...]:
+        """For each segment of the conversation: whether it is read as a fragment, and why."""
+        return tuple(self._services.core.call(lambda: self._conversation.placed(generate=True)[1]))
 
     def snapshot(self) -> AgentSnapshot:
         """Context and KV as they are between two steps; observers of the engine may call it too."""
@@ -353,15 +358,10 @@ class Agent(Handle):
     def _resolve(self, part: ContextItem) -> Segment | Published:
         if isinstance(part, Segment):
             return part
-        if not isinstance(part, str):
-            raise InvalidRequestError(f"a context holds published names and Segments, got {part!r}")
-        visible = self._home.visible()
-        if part in visible:
-            return visible[part]
-        raise VisibilityError(
-            f"{part!r} is not published where agent {self.full_name!r} can read it; it can read {sorted(visible)}. "
-            f"Private text is given as Segment(text)."
-        )
+        found = self._home.shelf.resolve(part, self.full_name)
+        if found.mode is Mode.FRAGMENT:
+            self._services.require_fragments()
+        return found
 
 
 class _Turn:
@@ -377,10 +377,10 @@ class _Turn:
         conversation = agent._conversation
         # Given before a fork and said after it, the text belongs to the line that says it.
         self.items = [conversation.own(item) for item in self.items]
-        context = conversation.spans(self.items, tools=self.tools, generate=True)
+        context, decisions = conversation.placed(self.items, tools=self.tools, generate=True)
         agent._running = context
         key: tuple[str | int, ...] = ("agent", agent._services.config.seed, *agent._names, agent.turn)
-        return TurnStart(agent._handle, context, conversation.scope, key)
+        return TurnStart(agent._handle, context, conversation.scope, key, tuple(decisions))
 
     def end_turn(self, request: Request) -> None:
         agent, conversation = self.agent, self.agent._conversation

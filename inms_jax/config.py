@@ -47,6 +47,8 @@ class EngineConfig:
     max_num_seqs: sequences decoded in one step.
     max_num_batched_tokens: prompt tokens of one prefill step (a chunk); a power of two of at least 64.
     deterministic: bit-identical results whatever is cached and whoever runs beside; None = on for CPU.
+    fragments: "calibrated" (only for a model that passed `inms-jax calibrate`), "unchecked" or "off".
+    link_tokens: tokens at the start of each fragment that are computed in the reader's own context.
     seed: seed of requests that carry none.
     """
 
@@ -58,6 +60,8 @@ class EngineConfig:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     deterministic: bool | None = None
+    fragments: str = "calibrated"
+    link_tokens: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +77,9 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_dtype must be auto, float32, bfloat16 or float16, got {self.kv_cache_dtype!r}")
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, 2)
+        if self.fragments not in ("calibrated", "unchecked", "off"):
+            raise ConfigError(f"fragments must be calibrated, unchecked or off, got {self.fragments!r}")
+        _require_int("link_tokens", self.link_tokens, 0, 4096)
         _require_int("seed", self.seed, 0)
 
     @property

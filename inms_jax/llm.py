@@ -14,6 +14,7 @@ from inms_jax.agents import check_name
 from inms_jax.config import MAX_STOP_IDS, EngineConfig, SamplingParams, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
 from inms_jax.engine.core import EngineCore
+from inms_jax.engine.fragments import Rules
 from inms_jax.engine.levels import split_entries
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
@@ -121,7 +122,8 @@ class LLM:
             prefill_buckets=prefill_buckets,
             share_reads=share_reads,
         )
-        self._encoder = SpanEncoder(loaded.tokenizer, loaded.chat_template)
+        rules = Rules(config.block_size, config.link_tokens, loaded.tokenizer.bos_id, config.enable_prefix_caching)
+        self._encoder = SpanEncoder(loaded.tokenizer, loaded.chat_template, rules)
         self._services = Services(self._core, memory, self._encoder, config)
         self._services.hold_scope(_PLAIN)
         self._tenants: dict[str, Tenant] = {}
@@ -280,7 +282,7 @@ class LLM:
         if not messages:
             raise InvalidRequestError("the prompt is empty: say at least one message")
         items = [TextItem(*message_parts(message), _PLAIN) for message in messages]
-        spans = self._encoder.spans(items, _PLAIN, tools=tools, generate=True)
+        spans = [part.span for part in self._encoder.parts(items, _PLAIN, tools=tools, generate=True)]
         return {"prompt_token_ids": [token for span in spans for token in span.tokens]}
 
     def _submit_all(self, prompts: Prompt | Sequence[Prompt], params: Any) -> list[Pending]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from inms_jax.agents import Agent, ContextItem, Home
+from inms_jax.engine.fragments import Mode
 from inms_jax.engine.services import Services
 from inms_jax.errors import ConfigError, InvalidRequestError
 from inms_jax.memory.tier import Scope
@@ -23,14 +24,20 @@ class Tenant(Home):
         self.groups: dict[str, Group] = {}
         self._tenants = tenants
 
-    def publish(self, name: str, text: str, role: str = "system") -> None:
-        """Make `text` readable for every agent of this tenant, under `name`, for the tenant's life (GLOBAL)."""
+    def publish(
+        self, name: str, text: str, role: str = "system", *, mode: Mode | str = Mode.PREFIX, readers: int = 2
+    ) -> None:
+        """Make `text` readable for every agent of this tenant, under `name`, for the tenant's life (GLOBAL).
+
+        mode: how contexts take it that list its name, see `Shared`. readers: how many are expected of it; a text that
+        too few read is not worth a canonical form.
+        """
         with self._services.lock:
             self._require_open()
-            inner = [group.name for group in self.groups.values() if name in group.published]
+            inner = [group.name for group in self.groups.values() if name in group.shelf]
             if inner:
                 raise InvalidRequestError(f"{name!r} is already published in group {inner[0]!r}: choose another name")
-            self._publish(name, text, role)
+            self._publish(name, text, role, mode, readers)
 
     def group(self, name: str) -> "Group":
         """A new group (team) of this tenant; a live name again raises."""
@@ -85,15 +92,17 @@ class Group(Home):
         super().__init__(services, name, Scope(outer, services.unique_id(outer, name)), outer=tenant)
         self.tenant = tenant
 
-    def publish(self, name: str, text: str, role: str = "system") -> None:
-        """Make `text` readable for the members of this group, under `name` (GROUP)."""
+    def publish(
+        self, name: str, text: str, role: str = "system", *, mode: Mode | str = Mode.PREFIX, readers: int = 2
+    ) -> None:
+        """Make `text` readable for the members of this group, under `name` (GROUP); see `Tenant.publish`."""
         with self._services.lock:
             self._require_open()
-            if name in self.tenant.published:
+            if name in self.tenant.shelf:
                 raise InvalidRequestError(
                     f"{name!r} is already published by tenant {self.tenant.name!r}: choose another name"
                 )
-            self._publish(name, text, role)
+            self._publish(name, text, role, mode, readers)
 
     def agent(
         self, name: str, context: Sequence[ContextItem] = (), *, tools: Sequence[dict[str, Any]] | None = None

@@ -19,6 +19,8 @@ HOST = [
     "capacity_report.py",
     "memory",
     "text",
+    "shelf.py",
+    "engine/fragments.py",
     "engine/segment.py",
     "engine/conversation.py",
     "engine/request.py",
@@ -38,7 +40,7 @@ FLOORS: list[list[str]] = [
     ["models", "memory", "text"],
     ["weights"],
     ["engine"],
-    ["llm", "isolation", "tenants", "agents", "stats"],
+    ["llm", "isolation", "tenants", "agents", "shelf", "stats"],
     ["eval", "metrics", "capacity", "capacity_report"],
     ["cli", "__init__"],
 ]

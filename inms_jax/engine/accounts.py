@@ -25,9 +25,11 @@ class Work:
     failed_turns: int = 0
     prompt_tokens: int = 0
     saved_prefill_tokens: int = 0
-    """Prompt tokens that were in pages: kept from the turn before, or found in the index."""
+    """Prompt tokens that were in pages: kept from the turn before, found in the index, or those of fragments."""
     hit_tokens: int = 0
     """Prompt tokens found in the index: computed by somebody else, or given up by oneself."""
+    fragment_tokens: int = 0
+    """Prompt tokens read from fragments at another position."""
     computed_tokens: int = 0
     generated_tokens: int = 0
     misses: Mapping[MissReason, int] = field(default_factory=dict)
@@ -45,7 +47,8 @@ def turn_work(request: Request, usage: TurnUsage) -> Work:
         turns=int(request.error is None),
         failed_turns=int(request.error is not None),
         prompt_tokens=len(request.prompt_token_ids) if prefilled else 0,
-        saved_prefill_tokens=request.num_cached_tokens,
+        saved_prefill_tokens=request.num_cached_tokens + request.num_fragment_tokens,
+        fragment_tokens=request.num_fragment_tokens,
         hit_tokens=usage.hit_tokens,
         computed_tokens=usage.computed_tokens,
         generated_tokens=sum(len(branch.token_ids) for branch in request.branches),

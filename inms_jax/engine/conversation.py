@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from inms_jax.engine.fragments import Decision, Mode, Part, Rules, place
 from inms_jax.engine.segment import Published, Segment
 from inms_jax.errors import InvalidRequestError, TemplateError
 from inms_jax.memory.plan import Span
@@ -27,6 +28,9 @@ class TextItem:
     scope: Scope
     published: str | None = None
     """The name under which it was published, if it was."""
+    mode: Mode = Mode.PREFIX
+    readers: int = 2
+    root: tuple[Published, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,10 @@ class SpanEncoder:
 
     CACHED_CHARACTERS = 16 * 2**20
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, rules: Rules) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.rules = rules
         self._spans: dict[tuple[str, Scope, str | None], Span] = {}
         self._characters = 0
 
@@ -70,17 +75,17 @@ class SpanEncoder:
             self._spans[key] = found
         return found
 
-    def spans(
+    def parts(
         self,
         items: Sequence[Item],
         reader: Scope,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         generate: bool = False,
-    ) -> list[Span]:
-        """The spans of a whole conversation, one per item, then the generation prompt if `generate`."""
+    ) -> list[Part]:
+        """The segments of a whole conversation, one per item, then the generation prompt if `generate`."""
         if self.template is None:
-            return self._with_bos(self._raw(items))
+            return self._with_bos([Part(span) for span in self._raw(items)])
         messages = [
             Message(item.role, item.text) if isinstance(item, TextItem) else Message("assistant", _REPLY_MARK)
             for item in items
@@ -95,22 +100,28 @@ class SpanEncoder:
             prompt = split.generation_prompt
             if tools:
                 plain = self.template.split(messages, add_generation_prompt=generate).pieces
-        found: list[Span] = []
+        found: list[Part] = []
         texts = iter(zip(pieces, plain, strict=True))
         for item in items:
             if isinstance(item, TokenItem):
-                found.append(Span(item.token_ids, item.scope))
+                found.append(Part(Span(item.token_ids, item.scope)))
             elif isinstance(item, ReplyItem):
-                found.append(self._reply(next(texts)[0], item))
+                found.append(Part(self._reply(next(texts)[0], item)))
             else:
                 text, as_published = next(texts)
                 if text == as_published:
-                    found.append(self.span(text, item.scope, item.published))
+                    span = self.span(text, item.scope, item.published)
+                    found.append(Part(span, item.mode, item.readers, self._root(item.root)))
                 else:  # the template wrote tools into it: nobody published those
-                    found.append(self.span(text, reader))
+                    found.append(Part(self.span(text, reader)))
         if prompt:
-            found.append(self.span(prompt, reader))
-        return self._with_bos([span for span in found if span.tokens])
+            found.append(Part(self.span(prompt, reader)))
+        return self._with_bos([part for part in found if part.span.tokens])
+
+    def _root(self, texts: tuple[Published, ...]) -> tuple[Span, ...]:
+        """A declared root, as a context of its own."""
+        items = [TextItem(text.role, text.text, text.scope, text.name) for text in texts]
+        return tuple(part.span for part in self.parts(items, texts[0].scope)) if texts else ()
 
     def _raw(self, items: Sequence[Item]) -> list[Span]:
         """A model without chat template takes token ids only."""
@@ -129,11 +140,12 @@ class SpanEncoder:
             closing = closing[1:]  # the model generated the end marker itself
         return Span((*opening, *item.token_ids, *closing), item.scope)
 
-    def _with_bos(self, spans: list[Span]) -> list[Span]:
+    def _with_bos(self, parts: list[Part]) -> list[Part]:
         bos = self.tokenizer.bos_id
-        if not self.tokenizer.add_bos or bos is None or not spans or spans[0].tokens[0] == bos:
-            return spans
-        return [replace(spans[0], tokens=(bos, *spans[0].tokens)), *spans[1:]]
+        if not self.tokenizer.add_bos or bos is None or not parts or parts[0].span.tokens[0] == bos:
+            return parts
+        first = parts[0].span
+        return [replace(parts[0], span=replace(first, tokens=(bos, *first.tokens))), *parts[1:]]
 
 
 class Conversation:
@@ -149,7 +161,7 @@ class Conversation:
     def item(self, part: Segment | Published) -> Item:
         """`part` as it enters this conversation."""
         if isinstance(part, Published):
-            return TextItem(part.role, part.text, part.scope, part.name)
+            return TextItem(part.role, part.text, part.scope, part.name, part.mode, part.readers, part.root)
         if isinstance(part.content, str):
             return TextItem(part.role, part.content, self.scope)
         return TokenItem(tuple(part.content), self.scope)
@@ -168,8 +180,15 @@ class Conversation:
         generate: bool,
     ) -> list[Span]:
         """The whole context: history, then `extra`, then the generation prompt if `generate`."""
+        return self.placed(extra, tools=tools, generate=generate)[0]
+
+    def placed(
+        self, extra: Sequence[Item] = (), *, tools: Sequence[dict[str, Any]] | None = None, generate: bool
+    ) -> tuple[list[Span], list[Decision]]:
+        """`spans`, and for each of them whether it is read as a fragment, and why."""
         tools = self.tools if tools is None else tools
-        return self.encoder.spans((*self.items, *extra), self.scope, tools=tools, generate=generate)
+        parts = self.encoder.parts((*self.items, *extra), self.scope, tools=tools, generate=generate)
+        return place(parts, self.encoder.rules)
 
     def check(self, extra: Sequence[Item]) -> list[Span]:
         """The context with `extra` and a user's message after it; raises what rendering that raises."""

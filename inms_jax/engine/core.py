@@ -62,8 +62,9 @@ class EngineCore:
         )
         self.counters = Counters()
         self.observers: list[Callable[[StepReport], None]] = []
-        # A published segment may leave a page partly filled, and so may every change of tier.
-        self._max_entries = -(-max_model_len // config.block_size) + MAX_PUBLISHED + 2
+        # A published segment may leave a page partly filled, and so may every change of tier; the body of a fragment
+        # may cut an own page in two entries and share a block's worth of tokens with its link.
+        self._max_entries = -(-max_model_len // config.block_size) + 3 * MAX_PUBLISHED + 2
         self._decode_buckets = tuple(decode_buckets)
         self._prefill_buckets = tuple(prefill_buckets)
         self._share_reads = share_reads
@@ -184,30 +185,33 @@ class EngineCore:
             run()
         except Exception as error:
             lost = self.runner.lost_pages(error)
-            for request in self.scheduler.running if lost else dict.fromkeys(requests):
+            for request in dict.fromkeys([*requests, *(self.scheduler.running if lost else ())]):
                 if not request.done:
                     self._end(request, error)
             if lost:  # every context can be computed again from its tokens
+                self.scheduler.forget_fragments()
                 self.memory.clear()
                 self.runner.reset_pages()
 
     def _prefill(self, work: PrefillWork) -> None:
         request, chunk = work.request, work.chunk
-        assert request.handle is not None
         count = len(chunk.tokens)
         plan = plan_prefill(
             chunk,
-            self.memory.row(request.handle),
+            self.memory.row(work.handle),
             num_tokens=_bucket(count, self._prefill_buckets),
             num_entries=self._max_entries,
             num_copies=_copies(len(chunk.copies)),
         )
         result = self.runner.prefill(plan, count - 1)
-        self.memory.commit_prefill(request.handle, chunk)
+        self.memory.commit_prefill(work.handle, chunk)
         self.counters.prefill_steps += 1
         self.counters.prefill_tokens += count
         self._report("prefill", count)
-        if chunk.is_last:
+        if chunk.is_last and work.handle != request.handle:
+            self.counters.encoded_fragments += 1
+            self.scheduler.fragment_encoded(work)
+        elif chunk.is_last:
             self._first_tokens(request, result)
 
     def _first_tokens(self, request: Request, result: StepResult) -> None:
@@ -215,7 +219,7 @@ class EngineCore:
         assert request.handle is not None
         assert request.scope is not None
         usage = self.memory.usage(request.handle)
-        request.num_cached_tokens = usage.cached_tokens
+        request.num_cached_tokens, request.num_fragment_tokens = usage.cached_tokens, usage.fragment_tokens
         request.miss_reasons = {reason.value: tokens for reason, tokens in usage.misses.items()}
         for index in range(request.params.n):
             handle = request.handle
@@ -293,6 +297,9 @@ class EngineCore:
         self.counters.failed_requests += error is not None
         self.counters.prompt_tokens += len(request.prompt_token_ids) if request.branches else 0
         self.counters.cached_tokens += request.num_cached_tokens
+        self.counters.fragment_tokens += request.num_fragment_tokens
+        if request.branches and request.start is not None:
+            self.counters.segments.update(decision.reason.value for decision in request.start.decisions)
         try:  # whatever fails here, the caller gets its answer
             for branch in request.unfinished:
                 if branch.index > 0:
@@ -335,7 +342,7 @@ class EngineCore:
 
     def counters_now(self) -> Counters:
         """A copy that does not change."""
-        return replace(self.counters)
+        return replace(self.counters, segments=self.counters.segments.copy())
 
     def _report(self, kind: str, tokens: int) -> None:
         if self.observers:

@@ -31,7 +31,8 @@ class CompletionOutput:
 class RequestOutput:
     """The answer to one request.
 
-    num_cached_tokens: prompt tokens whose KV was found in pages instead of being computed.
+    num_cached_tokens: prompt tokens whose KV was found in pages instead of being computed, exact.
+    num_fragment_tokens: prompt tokens whose KV is that of a shared fragment, read at another position.
     miss_reasons: computed prompt tokens by the reason why no page could serve them.
     ttft_s: seconds from arrival to the first generated token.
     """
@@ -42,6 +43,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     num_cached_tokens: int = 0
+    num_fragment_tokens: int = 0
     miss_reasons: dict[str, int] = field(default_factory=dict)
     ttft_s: float | None = None
 

@@ -1,6 +1,7 @@
 """What the engine says of its work: a report per device step, and counters since the start. Plain data."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,5 +29,11 @@ class Counters:
     """Pages that decode steps read: one that several rows need counts once."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    fragment_tokens: int = 0
+    """Prompt tokens read from fragments at another position."""
+    encoded_fragments: int = 0
+    """Fragments computed after their roots."""
+    segments: Counter[str] = field(default_factory=Counter)
+    """Segments of turns by what became of them, see `Reason` in engine/fragments.py."""
     requests: int = 0
     failed_requests: int = 0

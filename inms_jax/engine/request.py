@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from inms_jax.config import SamplingParams
+from inms_jax.engine.fragments import Decision
 from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
@@ -182,12 +183,14 @@ class TurnStart:
     """What a request's owner gives when its turn begins: its sequence and the whole context.
 
     scope: owner of what will be generated. key_parts: what the sampling keys derive from when the request has no seed.
+    decisions: which segments of the context are read as fragments, and why.
     """
 
     handle: SequenceHandle
     context: list[Span]
     scope: Scope
     key_parts: tuple[str | int, ...]
+    decisions: tuple[Decision, ...] = ()
 
 
 @runtime_checkable
@@ -228,7 +231,10 @@ class Request:
     limit: int = 0
     """Most tokens that each branch may generate; set at admission."""
     branches: list[Branch] = field(default_factory=list)
+    encoded: list[SequenceHandle] = field(default_factory=list)
+    """Sequences that compute, and then hold, fragments which this request waits for."""
     num_cached_tokens: int = 0
+    num_fragment_tokens: int = 0
     miss_reasons: dict[str, int] = field(default_factory=dict)
     error: BaseException | None = None
     done: bool = False
@@ -250,6 +256,7 @@ class Request:
             outputs=tuple(branch.output(delta=delta) for branch in self.branches),
             finished=self.done and self.error is None,
             num_cached_tokens=self.num_cached_tokens,
+            num_fragment_tokens=self.num_fragment_tokens,
             miss_reasons=dict(self.miss_reasons),
             ttft_s=None if self.first_token is None else self.first_token - self.arrival,
         )

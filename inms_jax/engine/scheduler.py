@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 from inms_jax.engine.request import Branch, Request, flatten
 from inms_jax.errors import CapacityError, InvalidRequestError
-from inms_jax.memory.manager import MemoryManager, PrefillChunk
+from inms_jax.memory.manager import MemoryManager, PrefillChunk, SequenceHandle
 from inms_jax.memory.plan import Span
+from inms_jax.memory.stats import Admission
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """One chunk of one request's prompt."""
+    """One chunk of one request's prompt, or of a fragment that the request waits for: `handle` says which."""
 
     request: Request
+    handle: SequenceHandle
     chunk: PrefillChunk
 
 
@@ -42,6 +44,8 @@ class Scheduler:
         self.max_published = max_published
         self.vocab_size = vocab_size
         self.waiting: deque[Request | Task] = deque()
+        # Fragments that nobody has computed yet: one sequence each, for the request at the head of the queue.
+        self.encoding: list[tuple[Request, SequenceHandle]] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
 
@@ -105,12 +109,18 @@ class Scheduler:
             request.start = request.owner.start_turn()
             self.check_context(request.start.context)
         start = request.start
+        if any(waiting is request for waiting, _ in self.encoding):
+            return False
         prompt = flatten(start.context)
         room = self.max_model_len - len(prompt)
         limit = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
         admission = self.memory.begin_turn(
             start.handle, start.context, max_new_tokens=limit, new_scope=start.scope, branches=request.params.n
         )
+        if admission.missing and not request.encoded:
+            admission = self._encode(request, admission.missing)
+            if admission.admitted:
+                return False
         if not admission.admitted:
             if not self.running:
                 raise CapacityError(
@@ -119,12 +129,41 @@ class Scheduler:
                     f"Lower max_tokens or raise `kv_cache_memory`."
                 )
             return False
+        self._release_fragments(request)
         request.handle, request.scope = start.handle, start.scope
         request.prompt_token_ids, request.limit = prompt, limit
         seed = request.params.seed
         request.key_parts = ("seed", seed) if seed is not None else start.key_parts
         self.prefilling.append(request)
         return True
+
+    def _encode(self, request: Request, missing: Sequence[Sequence[Span]]) -> Admission:
+        """Start computing fragments, each directly after its root, in sequences that hold them for the request."""
+        for context in missing:
+            handle = self.memory.register(context[-1].scope)
+            request.encoded.append(handle)
+            admission = self.memory.begin_turn(handle, context, max_new_tokens=0)
+            if not admission.admitted:
+                self._release_fragments(request)
+                return admission
+            self.encoding.append((request, handle))
+        return admission
+
+    def fragment_encoded(self, work: PrefillWork) -> None:
+        """A fragment is in pages; its sequence holds it until the request takes it over."""
+        self.encoding.remove((work.request, work.handle))
+        self.memory.end_turn(work.handle, keep=True, history_len=work.chunk.start + len(work.chunk.tokens))
+
+    def _release_fragments(self, request: Request) -> None:
+        self.encoding = [entry for entry in self.encoding if entry[0] is not request]
+        for handle in request.encoded:
+            self.memory.release(handle)
+        request.encoded.clear()
+
+    def forget_fragments(self) -> None:
+        """The pages were lost: fragments that were being computed, or waited to be read, are begun again."""
+        for request in self.requests():
+            self._release_fragments(request)
 
     def check_context(self, context: Sequence[Span]) -> None:
         """InvalidRequestError for a context that can never be served. Any thread."""
@@ -150,11 +189,13 @@ class Scheduler:
 
     def next_prefill(self, buckets: Sequence[int]) -> PrefillWork | None:
         """A chunk of the first prompt that can go on; prompts whose next block another one is computing wait."""
-        for request in self.prefilling:
-            assert request.handle is not None
-            match = self.memory.match(request.handle)
+        prompts = [(request, request.handle) for request in self.prefilling]
+        for request, handle in [*self.encoding, *prompts]:
+            assert handle is not None
+            match = self.memory.match(handle)
             if match.status == "ready":
-                return PrefillWork(request, self.memory.prefill(request.handle, chunk_size(match.remaining, buckets)))
+                chunk = self.memory.prefill(handle, chunk_size(match.remaining, buckets))
+                return PrefillWork(request, handle, chunk)
         return None
 
     def prefilled(self, request: Request) -> None:
@@ -167,7 +208,8 @@ class Scheduler:
         return [(request, branch) for request in self.decoding for branch in request.unfinished]
 
     def remove(self, request: Request) -> None:
-        """Forget `request`, wherever it is."""
+        """Forget `request`, wherever it is, and the fragments it waits for."""
+        self._release_fragments(request)
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.prefilling:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inms_jax.engine.fragments import Mode
 from inms_jax.errors import InvalidRequestError
 from inms_jax.memory.tier import Scope, Tier
 
@@ -47,6 +48,33 @@ class Published:
     text: str
     role: str
     scope: Scope
+    mode: Mode = Mode.PREFIX
+    readers: int = 2
+    root: "tuple[Published, ...]" = ()
+    """Declared for the scope: what the text stands after, as a fragment, in a context without a public head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A published text, by name, with the mode in which this one context takes it.
+
+    mode: "prefix" (in place, exact), "fragment" (may be read where it was computed once) or "dense" (always computed
+        in place, for judges and comparisons).
+    """
+
+    name: str
+    mode: Mode | str = Mode.FRAGMENT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", segment_mode(self.mode))
+
+
+def segment_mode(mode: Mode | str) -> Mode:
+    """InvalidRequestError unless `mode` is one."""
+    try:
+        return Mode(mode)
+    except ValueError:
+        raise InvalidRequestError(f"a mode is one of {[str(m) for m in Mode]}, got {mode!r}") from None
 
 
 def message_parts(message: Any) -> tuple[str, str]:

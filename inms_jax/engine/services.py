@@ -14,6 +14,7 @@ from inms_jax.engine.accounts import Accounts, turn_work
 from inms_jax.engine.conversation import SpanEncoder
 from inms_jax.engine.core import EngineCore
 from inms_jax.engine.request import Request
+from inms_jax.errors import ConfigError
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.tier import Scope
 
@@ -39,6 +40,11 @@ class Services:
     def __post_init__(self) -> None:
         self.stop_when_dropped = weakref.finalize(self, self.core.stop)
         self.stop_when_dropped.atexit = False  # the engine sees to that itself
+
+    def require_fragments(self) -> None:
+        """ConfigError unless this engine may read shared text away from where it was computed."""
+        if self.config.fragments == "off":
+            raise ConfigError('fragments are off in this engine: LLM(..., fragments="calibrated") allows them')
 
     def unique_id(self, *path: str) -> str:
         """The last name of `path` with its generation: a name used again after close is a new thing."""

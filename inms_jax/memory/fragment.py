@@ -52,7 +52,7 @@ def check_fragment(span: Span) -> None:
     if span.scope.tier is Tier.PRIVATE or not span.published:
         raise VisibilityError(f"{label} belongs to {span.scope}: only published text has a form that others may read.")
     for part in span.root or ():
-        if part.root is not None or part.scope.tier is Tier.PRIVATE or not can_read(span.scope, part.scope):
+        if part.root is not None or not part.published or not can_read(span.scope, part.scope):
             raise VisibilityError(f"{label} of {span.scope} cannot stand after a root that belongs to {part.scope}.")
     if not 0 <= span.link < len(span.array):
         raise InvalidRequestError(

@@ -5,6 +5,7 @@ pad a plan to its bucket point at the null page (0) with begin == end == 0.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +46,17 @@ class Span:
     @property
     def in_place(self) -> "Span":
         """The same text as an ordinary span."""
-        return self if self.root is None else Span(self.tokens, self.scope, self.published, self.name)
+        return self if self.root is None else self._with(None, 0)
+
+    def after(self, root: "tuple[Span, ...]", link: int) -> "Span":
+        """The same text as a fragment."""
+        return self._with(root, link)
+
+    def _with(self, root: "tuple[Span, ...] | None", link: int) -> "Span":
+        other = copy(self)  # the tokens were checked and converted when the span was made
+        object.__setattr__(other, "root", root)
+        object.__setattr__(other, "link", link)
+        return other
 
 
 @dataclass(frozen=True, slots=True)
