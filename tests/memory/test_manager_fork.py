@@ -167,3 +167,17 @@ def test_a_hit_gives_back_the_page_set_aside_for_a_copy():
     assert m.memory.match(a).cached_tokens == 4
     assert m.memory.stats().reserved == 1
     m.prompt(a, spans)
+
+
+def test_who_writes_in_place_after_all_gives_back_the_page_for_the_copy():
+    m = lab()
+    a = m.memory.register(A)
+    history = m.turn(a, [Span((1, 2), A)], A)
+    b = m.memory.fork(a, B)
+    m.begin(a, [*history, Span((3,), A)], new=1)
+    assert m.memory.stats().reserved == 1
+    m.memory.release(b)
+    m.prompt(a, [*history, Span((3,), A)])
+    assert (m.memory.stats().reserved, m.memory.stats().copies) == (0, 0)
+    m.say(a, [*history, Span((3,), A)], [4], A)
+    m.memory.end_turn(a, keep=True, history_len=4)

@@ -44,10 +44,10 @@ class Tenants(Lab):
         quotas = {tier: quota for tier, quota in ((Tier.PRIVATE, private), (Tier.GLOBAL, shared)) if quota is not None}
         if quotas:
             self.memory.open_tenant(tenant.tenant, quotas)
-        if tenant not in self.opened:
-            self.memory.hold_scope(tenant)
-            self.opened.add(tenant)
-        self.memory.hold_scope(agent(tenant, name), limit=limit)
+        for scope in (tenant, agent(tenant, name)):
+            if scope not in self.opened:
+                self.memory.hold_scope(scope, limit=limit if scope.agent else None)
+                self.opened.add(scope)
         return self.memory.register(agent(tenant, name))
 
     def __init__(self, num_pages: int, **options) -> None:
@@ -174,6 +174,21 @@ def test_a_flood_of_one_tenant_leaves_the_cached_pages_of_others_within_their_re
     back = m.join(ONE, name="b")
     m.begin(back, [published(ONE, 6), text(agent(ONE, "b"), 1)], new=0)
     assert m.memory.match(back).cached_tokens == 24
+
+
+def test_pages_are_borrowed_back_from_who_is_above_the_reserve_though_others_give_theirs_up_more_readily():
+    m = Tenants(21)
+    one, two, three = m.join(ONE, shared=Quota(reserve=6)), m.join(TWO), m.join(THREE)
+    for _ in range(2):  # found once more, so pages of `three` are the last to go by the order of eviction
+        for handle, tenant in ((three, THREE), (m.join(THREE, name="b"), THREE)):
+            scope = agent(THREE) if handle == three else agent(THREE, "b")
+            m.speak(handle, published(tenant, 6), text(scope, 1))
+            m.memory.drop(handle)
+    m.speak(one, published(ONE, 6), text(agent(ONE), 1))
+    m.memory.drop(one)
+    m.speak(two, text(agent(TWO), 11))
+    held = [info.scope for info in m.memory.pages()]
+    assert (held.count(ONE), held.count(THREE)) == (6, 3)
 
 
 def test_a_tenant_in_need_evicts_its_own_cached_pages_before_those_of_others():
