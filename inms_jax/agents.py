@@ -1,4 +1,4 @@
-"""Agents as objects: what they read, what they say, and the homes (tenant, group) they live in.
+"""Agents as objects: what they read and what they say.
 
 Knows nothing of pages: it names scopes and hands contexts to the engine.
 """
@@ -7,8 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from inms_jax.config import SamplingParams, sampling_params
 from inms_jax.engine.conversation import Conversation, Item, ReplyItem, TextItem
@@ -16,13 +15,12 @@ from inms_jax.engine.fragments import Decision, Mode
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
 from inms_jax.engine.request import Request, TurnStart
-from inms_jax.engine.segment import Published, Segment, Shared, message_parts, segment_mode
-from inms_jax.engine.services import Services
-from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
+from inms_jax.engine.segment import Published, Segment, Shared, message_parts
+from inms_jax.errors import ClosedError, InvalidRequestError
+from inms_jax.homes import Handle, Home
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
-from inms_jax.shelf import Shelf
 from inms_jax.stats import AgentStats, View
 
 
@@ -37,87 +35,8 @@ class AgentSnapshot:
     """As `memory_map` names the holders of pages."""
 
 
-Closable = TypeVar("Closable", bound="Handle")
 ContextItem = str | Segment | Shared
 ChatInput = str | Segment | Sequence[dict[str, str] | Segment]
-
-
-def check_name(kind: str, name: Any) -> None:
-    """ConfigError unless `name` can name something."""
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"the name of a {kind} must be a non-empty string, got {name!r}")
-
-
-class Handle:
-    """Something with a name that can be closed, once or several times, and used as a context manager."""
-
-    kind = "handle"
-
-    def __init__(self, name: str) -> None:
-        check_name(self.kind, name)
-        self.name = name
-        self.closed = False
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise ClosedError(f"{self.kind} {self.name!r} was closed: create a new one to go on")
-
-    def close(self) -> None:
-        """End it; later calls raise ClosedError."""
-        self.closed = True
-
-    def __enter__(self: Closable) -> Closable:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<{self.kind} {self.name!r}{' closed' if self.closed else ''}>"
-
-
-class Home(Handle):
-    """Where agents live and texts are published: a tenant, or a group inside one (its `outer`)."""
-
-    def __init__(self, services: Services, name: str, scope: Scope, outer: "Home | None") -> None:
-        super().__init__(name)
-        self._services = services
-        self.scope = scope
-        self.outer = outer
-        self.shelf: Shelf = Shelf(f"{self.kind} {name!r}", scope, outer.shelf if outer else None)
-        self.agents: dict[str, Agent] = {}
-        services.hold_scope(scope)
-
-    def _publish(self, name: str, text: str, role: str, mode: Mode | str, readers: int) -> None:
-        if segment_mode(mode) is Mode.FRAGMENT:
-            self._services.require_fragments()
-        self.shelf.publish(name, text, role, mode, readers)
-
-    def root(self, names: Sequence[str]) -> None:
-        """Declare the published texts that fragments of this home stand after, where a context has no public head.
-
-        They are computed for that even where no reader's context holds them. Applies to contexts made from now on.
-        """
-        with self._services.lock:
-            self._require_open()
-            self.shelf.declare_root(names)
-
-    def _agent(self, name: str, context: Sequence[ContextItem], tools: Sequence[dict[str, Any]] | None) -> "Agent":
-        with self._services.lock:
-            self._require_open()
-            self._require_free(name)
-            self.agents[name] = agent = Agent(self, name, context, tools)
-            return agent
-
-    def _require_free(self, name: str) -> None:
-        check_name("agent", name)
-        if name in self.agents:
-            raise ConfigError(f"agent {name!r} is live in {self.name!r}: close it first or choose another name")
-
-    def _member_left(self) -> None:
-        """Called after an agent of this home has closed."""
 
 
 class Agent(Handle):
@@ -130,7 +49,7 @@ class Agent(Handle):
 
     def __init__(
         self,
-        home: Home,
+        home: "Home[Agent]",
         name: str,
         context: Sequence[ContextItem],
         tools: Sequence[dict[str, Any]] | None,

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from inms_jax.agents import check_name
 from inms_jax.config import MAX_STOP_IDS, EngineConfig, SamplingParams, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
 from inms_jax.engine.core import EngineCore
@@ -25,6 +24,7 @@ from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
 from inms_jax.engine.segment import message_parts
 from inms_jax.engine.services import Services
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
+from inms_jax.homes import check_name
 from inms_jax.isolation import IsolationReport, verify_isolation
 from inms_jax.memory.events import KVEvent
 from inms_jax.memory.fingerprint import CacheIdentity

@@ -6,15 +6,27 @@ Membership is a handle given out here, never a string in a request. Knows nothin
 from collections.abc import Sequence
 from typing import Any
 
-from inms_jax.agents import Agent, ContextItem, Home
+from inms_jax.agents import Agent, ContextItem
 from inms_jax.engine.fragments import Mode
 from inms_jax.engine.services import Services
 from inms_jax.errors import ConfigError, InvalidRequestError
+from inms_jax.homes import Home
 from inms_jax.memory.tier import Scope
 from inms_jax.stats import AgentStats, HomeStats, View
 
 
-class Tenant(Home):
+class _AgentHome(Home[Agent]):
+    """A home that makes its agents."""
+
+    def _agent(self, name: str, context: Sequence[ContextItem], tools: Sequence[dict[str, Any]] | None) -> Agent:
+        with self._services.lock:
+            self._require_open()
+            self._require_free(name)
+            self.agents[name] = agent = Agent(self, name, context, tools)
+            return agent
+
+
+class Tenant(_AgentHome):
     """A customer of this engine: owns GLOBAL texts, groups and agents. Made by `llm.tenant(name)`."""
 
     kind = "tenant"
@@ -81,7 +93,7 @@ class Tenant(Home):
             self._tenants.pop(self.name, None)
 
 
-class Group(Home):
+class Group(_AgentHome):
     """A team: its members read what is published to it. Made by `tenant.group(name)`."""
 
     kind = "group"

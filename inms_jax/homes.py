@@ -1,0 +1,89 @@
+"""Handles, and the homes that agents live in: what a tenant and a group have in common.
+
+Knows nothing of what an agent is, beyond its name.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from inms_jax.engine.fragments import Mode
+from inms_jax.engine.segment import segment_mode
+from inms_jax.engine.services import Services
+from inms_jax.errors import ClosedError, ConfigError
+from inms_jax.memory.tier import Scope
+from inms_jax.shelf import Shelf
+
+Closable = TypeVar("Closable", bound="Handle")
+Member = TypeVar("Member", bound="Handle")
+
+
+def check_name(kind: str, name: Any) -> None:
+    """ConfigError unless `name` can name something."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"the name of a {kind} must be a non-empty string, got {name!r}")
+
+
+class Handle:
+    """Something with a name that can be closed, once or several times, and used as a context manager."""
+
+    kind = "handle"
+
+    def __init__(self, name: str) -> None:
+        check_name(self.kind, name)
+        self.name = name
+        self.closed = False
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"{self.kind} {self.name!r} was closed: create a new one to go on")
+
+    def close(self) -> None:
+        """End it; later calls raise ClosedError."""
+        self.closed = True
+
+    def __enter__(self: Closable) -> Closable:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name!r}{' closed' if self.closed else ''}>"
+
+
+class Home(Handle, Generic[Member]):
+    """Where agents live and texts are published: a tenant, or a group inside one (its `outer`)."""
+
+    def __init__(self, services: Services, name: str, scope: Scope, outer: "Home[Any] | None") -> None:
+        super().__init__(name)
+        self._services = services
+        self.scope = scope
+        self.outer = outer
+        self.shelf: Shelf = Shelf(f"{self.kind} {name!r}", scope, outer.shelf if outer else None)
+        self.agents: dict[str, Member] = {}
+        services.hold_scope(scope)
+
+    def _publish(self, name: str, text: str, role: str, mode: Mode | str, readers: int) -> None:
+        if segment_mode(mode) is Mode.FRAGMENT:
+            self._services.require_fragments()
+        self.shelf.publish(name, text, role, mode, readers)
+
+    def root(self, names: Sequence[str]) -> None:
+        """Declare the published texts that fragments of this home stand after, where a context has no public head.
+
+        They are computed for that even where no reader's context holds them. Applies to contexts made from now on.
+        """
+        with self._services.lock:
+            self._require_open()
+            self.shelf.declare_root(names)
+
+    def _require_free(self, name: str) -> None:
+        check_name("agent", name)
+        if name in self.agents:
+            raise ConfigError(f"agent {name!r} is live in {self.name!r}: close it first or choose another name")
+
+    def _member_left(self) -> None:
+        """Called after an agent of this home has closed."""
