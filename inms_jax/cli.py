@@ -1,4 +1,4 @@
-"""The command line: `inms-jax demo | map | generate | models | plan`.
+"""The command line: `inms-jax demo | map | generate | convert | models | plan`.
 
 Errors are one line on stderr and exit code 2, the traceback only with --debug. Everything heavy is imported inside the
 command that needs it, so that --help is fast.
@@ -83,6 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end token")
     generate.set_defaults(command=_generate)
 
+    convert = commands.add_parser(
+        "convert", parents=[common], help="write a model as a checkpoint that restores straight to its devices"
+    )
+    convert.add_argument("model", metavar="MODEL", help="what --model of generate takes")
+    convert.add_argument("out", type=Path, metavar="OUT", help="a new directory; it then is a model of its own")
+    convert.add_argument(
+        "--dtype", default="bfloat16", metavar="NAME", help="bfloat16, float16 or float32 (%(default)s)"
+    )
+    convert.set_defaults(command=_convert)
+
     models = commands.add_parser("models", parents=[common], help="which models are known, and which are here")
     models.set_defaults(command=_models)
 
@@ -161,6 +171,22 @@ def _generate(options: argparse.Namespace) -> None:
         "token_ids": token_ids,
         "finish_reason": finish_reason,
         "ttft_s": ttft_s,
+    }
+    _write_json(options.json, result)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from inms_jax.weights.convert import convert
+
+    record = convert(options.model, options.out, dtype=options.dtype)
+    size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
+    print(f"{options.out}: {record.config.name} in {record.dtype}, {size:,} bytes")
+    result = {
+        "model": record.model_id,
+        "out": str(options.out),
+        "dtype": record.dtype,
+        "bytes": size,
+        "weights_version": record.weights_version,
     }
     _write_json(options.json, result)
 

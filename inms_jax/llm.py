@@ -46,8 +46,8 @@ Prompt = str | Mapping[str, Any]
 class LLM:
     """A model ready to generate; see README for a first use.
 
-    model: a known name ("smollm2-135m-instruct"), a path to a `.gguf` file or to a Hugging Face directory, an id
-        of the Hugging Face Hub ("owner/name"), or a LoadedModel.
+    model: a known name ("smollm2-135m-instruct"), a path to a `.gguf` file, to a Hugging Face directory or to what
+        `inms-jax convert` wrote, an id of the Hugging Face Hub ("owner/name"), or a LoadedModel.
     dtype: of the weights, "auto" (float32 on CPU, bfloat16 elsewhere) or a name.
     options: the fields of `EngineConfig` (block_size, kv_cache_memory, max_num_seqs, ...).
 

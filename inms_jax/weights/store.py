@@ -11,29 +11,22 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-import ml_dtypes
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from inms_jax.errors import ConfigError, WeightsError
+from inms_jax.errors import WeightsError
 from inms_jax.models.config import ModelConfig
+from inms_jax.weights.blocks import Rows, named_dtype, tensor_blocks
 from inms_jax.weights.tree import TensorSpec, nest, tensor_specs
 
 FORMAT_VERSION: Final = 1
-_DTYPES: Final = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
-_SPARE_BYTES: Final = 64 * 2**20
-
-Rows = Callable[[str, int | None], Iterator[np.ndarray]]
+SPARE_BYTES: Final = 64 * 2**20
 
 
 def default_cache_dir() -> Path:
@@ -77,11 +70,9 @@ class ConvertedModel:
     """The place of one converted model: `identity` is whatever its bytes depend on."""
 
     def __init__(self, cache_dir: Path, identity: str, dtype: str) -> None:
-        if dtype not in _DTYPES:
-            raise ConfigError(f"Weights cannot be of dtype {dtype!r}; choose one of {', '.join(_DTYPES)}.")
+        self._dtype = named_dtype(dtype)
         key = hashlib.sha256(json.dumps([FORMAT_VERSION, identity, dtype]).encode()).hexdigest()[:32]
         self.path = cache_dir / "converted" / key
-        self._dtype = _DTYPES[dtype]
 
     def exists(self) -> bool:
         """Whether the model was converted before; a directory is there whole or not at all."""
@@ -105,7 +96,7 @@ class ConvertedModel:
         total = sum(int(np.prod(spec.stored_shape)) for spec in specs) * self._dtype.itemsize
         self.path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.path.parent).free
-        if free < total + _SPARE_BYTES:
+        if free < total + SPARE_BYTES:
             raise WeightsError(
                 f"Converting {config.name!r} needs {total:,} bytes in {self.path.parent}, {free:,} are free."
                 " Make room or point INMS_JAX_CACHE elsewhere."
@@ -135,20 +126,9 @@ class ConvertedModel:
         # .npy pads its header so that data start at a multiple of 64 bytes: JAX on CPU then aliases the mapping.
         header = {"descr": self._disk_dtype.str, "fortran_order": False, "shape": spec.stored_shape}
         np.lib.format.write_array_header_1_0(file, header)
-        for layer in [None] if spec.layers is None else range(spec.layers):
-            if spec.transposed:
-                turned = np.empty(spec.shape[::-1], self._dtype)
-                start = 0
-                for part in rows(spec.name, layer):
-                    turned[:, start : start + len(part)] = part.T
-                    start += len(part)
-                parts: Iterator[np.ndarray] = iter([turned])
-            else:
-                parts = rows(spec.name, layer)
-            for part in parts:
-                done = np.ascontiguousarray(part.astype(self._dtype, copy=False)).view(self._disk_dtype)
-                file.write(done.data)
-                advance(done.nbytes)
+        for block in tensor_blocks(spec, rows, self._dtype):
+            file.write(block.values.view(self._disk_dtype).data)
+            advance(block.values.nbytes)
 
     @property
     def _disk_dtype(self) -> np.dtype[Any]:

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-import numpy as np
-
 from inms_jax.errors import WeightsError
 from inms_jax.models.config import ModelConfig
 
@@ -89,8 +87,8 @@ def check_tensors(
         )
 
 
-def nest(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The tree of named tensors: `layers/q` becomes `["layers"]["q"]`."""
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of named leaves: `layers/q` becomes `["layers"]["q"]`."""
     tree: dict[str, Any] = {}
     for name, array in flat.items():
         group, _, leaf = name.rpartition("/")
