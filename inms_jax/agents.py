@@ -169,8 +169,12 @@ class Agent(Handle):
         return View(self._services).agent(self.full_name, self.scope, self._handle)
 
     def explain(self) -> tuple[Decision, ...]:
-        """For each segment of the conversation: whether it is read as a fragment, and why."""
-        return tuple(self._services.core.call(lambda: self._conversation.placed(generate=True)[1]))
+        """For each segment of the next turn's context: whether it is read as a fragment, and why."""
+
+        def decisions() -> list[Decision]:
+            return self._conversation.placed(self._conversation.updated(self._home.shelf.newer), generate=True)[1]
+
+        return tuple(self._services.core.call(decisions))
 
     def snapshot(self) -> AgentSnapshot:
         """Context and KV as they are between two steps; observers of the engine may call it too."""
@@ -288,6 +292,7 @@ class _Turn:
 
     def __init__(self, agent: Agent, items: list[Item], tools: Sequence[dict[str, Any]] | None) -> None:
         self.agent, self.items, self.tools = agent, items, tools
+        self.history: tuple[Item, ...] = ()
 
     def start_turn(self) -> TurnStart:
         agent = self.agent
@@ -296,7 +301,9 @@ class _Turn:
         conversation = agent._conversation
         # Given before a fork and said after it, the text belongs to the line that says it.
         self.items = [conversation.own(item) for item in self.items]
-        context, decisions = conversation.placed(self.items, tools=self.tools, generate=True)
+        # What was published anew until now; a turn that fails leaves the conversation without it.
+        self.history = conversation.updated(agent._home.shelf.newer)
+        context, decisions = conversation.placed((*self.history, *self.items), tools=self.tools, generate=True)
         agent._running = context
         key: tuple[str | int, ...] = ("agent", agent._services.config.seed, *agent._names, agent.turn)
         return TurnStart(agent._handle, context, conversation.scope, key, tuple(decisions))
@@ -311,7 +318,7 @@ class _Turn:
             agent._services.count_turn(agent.scope, request)
         if kept:
             reply = ReplyItem(tuple(request.branches[0].token_ids), conversation.scope)
-            conversation.extend([*self.items, reply])
+            conversation.items = (*self.history, *self.items, reply)
             if self.tools is not None:
                 conversation.tools = self.tools
             agent.turn += 1

@@ -66,10 +66,10 @@ class Home(Handle, Generic[Member]):
         self.agents: dict[str, Member] = {}
         services.hold_scope(scope)
 
-    def _publish(self, name: str, text: str, role: str, mode: Mode | str, readers: int) -> None:
-        if segment_mode(mode) is Mode.FRAGMENT:
+    def _publish(self, name: str, text: str, *, mode: Mode | str | None, **options: Any) -> None:
+        if mode is not None and segment_mode(mode) is Mode.FRAGMENT:
             self._services.require_fragments()
-        self.shelf.publish(name, text, role, mode, readers)
+        self.shelf.publish(name, text, mode=mode, **options)
 
     def root(self, names: Sequence[str]) -> None:
         """Declare the published texts that fragments of this home stand after, where a context has no public head.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from inms_jax.engine.fragments import Mode
-from inms_jax.engine.segment import Published, Shared, segment_mode
+from inms_jax.engine.segment import OnUpdate, Published, Shared, segment_mode, update_rule
 from inms_jax.errors import InvalidRequestError, VisibilityError
 from inms_jax.memory.tier import Scope
 
@@ -19,27 +19,56 @@ class Shelf:
         self.home = home
         self.scope = scope
         self.outer = outer
-        self._texts: dict[str, Published] = {}
+        # All versions of each name, the newest last. The engine thread reads without a lock: nothing changes in place.
+        self._texts: dict[str, tuple[Published, ...]] = {}
         self._root: tuple[str, ...] = ()
 
     def __contains__(self, name: object) -> bool:
         return name in self._texts
 
-    def publish(self, name: str, text: str, role: str, mode: Mode | str, readers: int) -> Published:
-        """Put a text up for every reader of the scope."""
+    def publish(
+        self,
+        name: str,
+        text: str,
+        *,
+        role: str | None = None,
+        mode: Mode | str | None = None,
+        readers: int | None = None,
+        on_update: OnUpdate | str | None = None,
+    ) -> None:
+        """Put a text up for every reader of the scope. With `on_update`, a name that is there gets a new version.
+
+        What is None is as in the version before, or the default of a first one.
+        """
         if not isinstance(name, str) or not name:
             raise InvalidRequestError(f"a published text needs a non-empty name, got {name!r}")
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(f"nothing to publish as {name!r}: the text is empty")
-        if isinstance(readers, bool) or not isinstance(readers, int) or readers < 1:
+        if readers is not None and (isinstance(readers, bool) or not isinstance(readers, int) or readers < 1):
             raise InvalidRequestError(f"the readers expected of {name!r} must be an integer >= 1, got {readers!r}")
-        if name in self._texts:
+        versions = self._texts.get(name, ())
+        if versions and on_update is None:
             raise InvalidRequestError(
                 f"{name!r} is already published in {self.home} and cannot change: use another name"
             )
-        published = Published(name, text, role, self.scope, segment_mode(mode), readers)
-        self._texts[name] = published
-        return published
+        before = versions[-1] if versions else Published(name, text, "system", self.scope, version=0)
+        published = replace(
+            before,
+            text=text,
+            role=before.role if role is None else role,
+            mode=before.mode if mode is None else segment_mode(mode),
+            readers=before.readers if readers is None else readers,
+            version=before.version + 1,
+            on_update=OnUpdate.APPEND if on_update is None else update_rule(on_update),
+        )
+        self._texts[name] = (*versions, published)
+
+    def newer(self, name: str, version: int) -> tuple[Published, ...]:
+        """The versions of a text after `version`, the newest last. Any thread."""
+        found = self._texts.get(name)
+        if found is not None:
+            return found[version:]
+        return () if self.outer is None else self.outer.newer(name, version)
 
     def declare_root(self, names: Iterable[str]) -> None:
         """What fragments of this scope stand after where a context has no head that their readers may see."""
@@ -55,7 +84,7 @@ class Shelf:
         """Every text that a reader of the scope can read, by name."""
         outer = {} if self.outer is None else self.outer.visible()
         root = tuple(replace(self._find(name), root=()) for name in self._root)
-        return {**outer, **{name: replace(text, root=root) for name, text in self._texts.items()}}
+        return {**outer, **{name: replace(versions[-1], root=root) for name, versions in self._texts.items()}}
 
     def resolve(self, part: str | Shared, reader: str) -> Published:
         """The text that `part` names, in the mode it is asked for; VisibilityError unless the reader may see it."""
@@ -71,8 +100,8 @@ class Shelf:
         return seen[name] if mode is None else replace(seen[name], mode=mode)
 
     def _find(self, name: str) -> Published:
-        found = self._texts.get(name)
-        if found is None:
-            assert self.outer is not None, "a root names visible texts"
-            found = self.outer._find(name)
-        return found
+        versions = self._texts.get(name)
+        if versions is not None:
+            return versions[-1]
+        assert self.outer is not None, "a root names visible texts"
+        return self.outer._find(name)

@@ -8,6 +8,7 @@ from typing import Any
 
 from inms_jax.agents import Agent, ContextItem
 from inms_jax.engine.fragments import Mode
+from inms_jax.engine.segment import OnUpdate
 from inms_jax.engine.services import Services
 from inms_jax.errors import ConfigError, InvalidRequestError
 from inms_jax.homes import Home
@@ -49,7 +50,7 @@ class Tenant(_AgentHome):
             inner = [group.name for group in self.groups.values() if name in group.shelf]
             if inner:
                 raise InvalidRequestError(f"{name!r} is already published in group {inner[0]!r}: choose another name")
-            self._publish(name, text, role, mode, readers)
+            self._publish(name, text, role=role, mode=mode, readers=readers)
 
     def group(self, name: str) -> "Group":
         """A new group (team) of this tenant; a live name again raises."""
@@ -105,16 +106,29 @@ class Group(_AgentHome):
         self.tenant = tenant
 
     def publish(
-        self, name: str, text: str, role: str = "system", *, mode: Mode | str = Mode.PREFIX, readers: int = 2
+        self,
+        name: str,
+        text: str,
+        role: str | None = None,
+        *,
+        mode: Mode | str | None = None,
+        readers: int | None = None,
+        on_update: OnUpdate | str = OnUpdate.APPEND,
     ) -> None:
-        """Make `text` readable for the members of this group, under `name` (GROUP); see `Tenant.publish`."""
+        """Make `text` readable for the members of this group, under `name` (GROUP); see `Tenant.publish`.
+
+        A name that is published already gets a new version, with the role, mode and readers of the one before unless
+        given. Turns that start after this returned read it, running ones finish with the old one. on_update: "append"
+        adds it to contexts that hold the old one, which stays; "replace" puts it in the place of the old one, and
+        these contexts compute again what follows.
+        """
         with self._services.lock:
             self._require_open()
             if name in self.tenant.shelf:
                 raise InvalidRequestError(
                     f"{name!r} is already published by tenant {self.tenant.name!r}: choose another name"
                 )
-            self._publish(name, text, role, mode, readers)
+            self._publish(name, text, role=role, mode=mode, readers=readers, on_update=on_update)
 
     def agent(
         self, name: str, context: Sequence[ContextItem] = (), *, tools: Sequence[dict[str, Any]] | None = None

@@ -4,12 +4,12 @@ Every piece is tokenised on its own, so equal text gives equal tokens wherever i
 as token ids and never tokenised again. Knows nothing of pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from inms_jax.engine.fragments import Decision, Mode, Part, Rules, place
-from inms_jax.engine.segment import Published, Segment
+from inms_jax.engine.segment import OnUpdate, Published, Segment
 from inms_jax.errors import InvalidRequestError, TemplateError
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
@@ -31,6 +31,7 @@ class TextItem:
     mode: Mode = Mode.PREFIX
     readers: int = 2
     root: tuple[Published, ...] = ()
+    version: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class ReplyItem:
 
 
 Item = TextItem | TokenItem | ReplyItem
+Newer = Callable[[str, int], tuple[Published, ...]]
+"""The versions of a published text after a number."""
 
 
 class SpanEncoder:
@@ -161,7 +164,9 @@ class Conversation:
     def item(self, part: Segment | Published) -> Item:
         """`part` as it enters this conversation."""
         if isinstance(part, Published):
-            return TextItem(part.role, part.text, part.scope, part.name, part.mode, part.readers, part.root)
+            return TextItem(
+                part.role, part.text, part.scope, part.name, part.mode, part.readers, part.root, part.version
+            )
         if isinstance(part.content, str):
             return TextItem(part.role, part.content, self.scope)
         return TokenItem(tuple(part.content), self.scope)
@@ -180,15 +185,34 @@ class Conversation:
         generate: bool,
     ) -> list[Span]:
         """The whole context: history, then `extra`, then the generation prompt if `generate`."""
-        return self.placed(extra, tools=tools, generate=generate)[0]
+        return self.placed((*self.items, *extra), tools=tools, generate=generate)[0]
 
     def placed(
-        self, extra: Sequence[Item] = (), *, tools: Sequence[dict[str, Any]] | None = None, generate: bool
+        self, items: Sequence[Item], *, tools: Sequence[dict[str, Any]] | None = None, generate: bool
     ) -> tuple[list[Span], list[Decision]]:
-        """`spans`, and for each of them whether it is read as a fragment, and why."""
+        """The spans of a whole context, and for each of them whether it is read as a fragment, and why."""
         tools = self.tools if tools is None else tools
-        parts = self.encoder.parts((*self.items, *extra), self.scope, tools=tools, generate=generate)
+        parts = self.encoder.parts(items, self.scope, tools=tools, generate=generate)
         return place(parts, self.encoder.rules)
+
+    def updated(self, newer: Newer) -> tuple[Item, ...]:
+        """The items with the newer versions of published texts: each in the place of the one before, or at the end.
+
+        A text is taken in the mode in which this conversation took the one before.
+        """
+        items = list(self.items)
+        newest = {item.published: i for i, item in enumerate(items) if isinstance(item, TextItem) and item.published}
+        for name, place_of in newest.items():
+            at, held = place_of, items[place_of]
+            assert isinstance(held, TextItem)
+            for text in newer(name, held.version):
+                item = self.item(replace(text, mode=held.mode, root=held.root))
+                if text.on_update is OnUpdate.REPLACE:
+                    items[at] = item
+                else:
+                    at = len(items)
+                    items.append(item)
+        return tuple(items)
 
     def check(self, extra: Sequence[Item]) -> list[Span]:
         """The context with `extra` and a user's message after it; raises what rendering that raises."""

@@ -3,6 +3,7 @@
 Knows nothing of pages: `conversation.py` turns segments into token spans.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,23 @@ class Segment:
             object.__setattr__(self, "content", ids)
 
 
+class OnUpdate(enum.StrEnum):
+    """What a new version of a published text does in contexts that hold an older one, from their next turn on.
+
+    APPEND: it is added, and the older one stays: nothing is computed again. REPLACE: it takes the place of the older
+    one, and what follows is computed again.
+    """
+
+    APPEND = "append"
+    REPLACE = "replace"
+
+
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A text that its author made readable for a whole scope, under a name."""
+    """A text that its author made readable for a whole scope, under a name.
+
+    on_update: what this version did to the one before it.
+    """
 
     name: str
     text: str
@@ -52,6 +67,8 @@ class Published:
     readers: int = 2
     root: "tuple[Published, ...]" = ()
     """Declared for the scope: what the text stands after, as a fragment, in a context without a public head."""
+    version: int = 1
+    on_update: OnUpdate = OnUpdate.APPEND
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,14 @@ class Shared:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", segment_mode(self.mode))
+
+
+def update_rule(rule: OnUpdate | str) -> OnUpdate:
+    """InvalidRequestError unless `rule` is one."""
+    try:
+        return OnUpdate(rule)
+    except ValueError:
+        raise InvalidRequestError(f"on_update is one of {[str(m) for m in OnUpdate]}, got {rule!r}") from None
 
 
 def segment_mode(mode: Mode | str) -> Mode:
