@@ -40,6 +40,10 @@ class IsolationError(InmsError):
     """The self-test of isolation found a text where it must not be, or could prove nothing."""
 
 
+class SnapshotError(InmsError):
+    """A snapshot is missing, damaged, or of an engine that computes otherwise; the message has every difference."""
+
+
 class WeightsError(InmsError):
     """A weight file is missing, truncated, corrupt or of a kind that is not supported."""
 

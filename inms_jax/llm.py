@@ -32,6 +32,7 @@ from inms_jax.memory.manager import MemoryManager, SequenceHandle
 from inms_jax.memory.plan import Span
 from inms_jax.memory.stats import PageInfo
 from inms_jax.memory.tier import Scope
+from inms_jax.snapshots import Restored, restore, save
 from inms_jax.stats import Stats, View
 from inms_jax.tenants import Tenant
 from inms_jax.weights import LoadedModel, default_cache_dir, load
@@ -83,17 +84,18 @@ class LLM:
         self.page_bytes = loaded.config.kv_bytes_per_token(kv_type.itemsize) * config.block_size
         num_pages = config.kv_cache_bytes // self.page_bytes
         self.max_model_len = self._model_len(num_pages)
+        self._identity = CacheIdentity(
+            model_id=loaded.model_id,
+            weights_version=loaded.weights_version,
+            dtype=f"{dtype}/{kv_type}",
+            layout="LP K B H",
+            rope=repr(loaded.config.rope),
+            block_size=config.block_size,
+        )
         memory = MemoryManager(
             num_pages=num_pages,
             block_size=config.block_size,
-            identity=CacheIdentity(
-                model_id=loaded.model_id,
-                weights_version=loaded.weights_version,
-                dtype=f"{dtype}/{kv_type}",
-                layout="LP K B H",
-                rope=repr(loaded.config.rope),
-                block_size=config.block_size,
-            ),
+            identity=self._identity,
             enable_prefix_caching=config.enable_prefix_caching,
             provisional_decode=self.deterministic,
         )
@@ -255,6 +257,21 @@ class LLM:
         Takes seven short prompts; raises IsolationError with the numbers. See isolation.py.
         """
         return verify_isolation(self.tenant)
+
+    def save(self, folder: str | Path) -> None:
+        """Write published texts and the pages of GLOBAL and GROUP text into `folder`; nothing PRIVATE.
+
+        Takes effect in one step: whatever is killed when, the snapshot before stays readable. See snapshots.py.
+        """
+        save(self._services, self._identity, self._tenants, Path(folder), deterministic=self.deterministic)
+
+    def restore(self, folder: str | Path) -> Restored:
+        """Bring the tenants, groups, published texts and pages of a snapshot into this engine.
+
+        Raises SnapshotError, with every difference, for a snapshot of an engine that computes otherwise, and
+        ConfigError when one of its tenants is live; nothing is changed then.
+        """
+        return restore(self._services, self._identity, self.tenant, Path(folder), deterministic=self.deterministic)
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV that no running request needs. Conversations go on: their next turn computes it again."""

@@ -70,6 +70,15 @@ class Shelf:
             return found[version:]
         return () if self.outer is None else self.outer.newer(name, version)
 
+    def everything(self) -> tuple[Published, ...]:
+        """Every version of every text of this scope, a newer one after those before it."""
+        return tuple(published for versions in self._texts.values() for published in versions)
+
+    @property
+    def root(self) -> tuple[str, ...]:
+        """The names of the declared root."""
+        return self._root
+
     def declare_root(self, names: Iterable[str]) -> None:
         """What fragments of this scope stand after where a context has no head that their readers may see."""
         if isinstance(names, str):

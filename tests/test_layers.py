@@ -40,7 +40,7 @@ FLOORS: list[list[str]] = [
     ["models", "memory", "text"],
     ["weights"],
     ["engine"],
-    ["llm", "isolation", "tenants", "homes", "agents", "shelf", "stats"],
+    ["llm", "isolation", "tenants", "homes", "agents", "shelf", "stats", "snapshots"],
     ["eval", "metrics", "capacity", "capacity_report"],
     ["cli", "__init__"],
 ]

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
+from inms_jax.cache import page_io
 from inms_jax.cache.page_ops import copy_pages
 from inms_jax.cache.page_table import KVPages, PageTable
 from inms_jax.config import MAX_STOP_IDS, EngineConfig
@@ -104,6 +105,15 @@ class Runner:
     def reset_pages(self) -> None:
         """Begin with empty pages."""
         self.kv = self._empty_pages()
+
+    def read_pages(self, pages: Sequence[int]) -> tuple[Shaped[np.ndarray, "..."], Shaped[np.ndarray, "..."]]:
+        """Keys and values of whole pages, on the host."""
+        return page_io.read_pages(self.kv, pages)
+
+    def write_pages(self, pages: Sequence[int], k: Shaped[np.ndarray, "..."], v: Shaped[np.ndarray, "..."]) -> None:
+        """Whole pages from the host, as numbers of the pool or as their bits."""
+        dtype = self.kv.k.dtype
+        self.kv = page_io.write_pages(self.kv, pages, k.view(dtype), v.view(dtype))
 
     def prefill(self, plan: StepPlan, last_row: int) -> StepResult:
         """One chunk of one sequence; logits of `last_row`, twice (one row alone would round differently)."""

@@ -24,6 +24,7 @@ from inms_jax.memory.quota import Ledger, PoolMode, Quota, for_mode
 from inms_jax.memory.registry import Registry
 from inms_jax.memory.room import room_for_reserves
 from inms_jax.memory.sequence import Sequence
+from inms_jax.memory.shared_blocks import SharedBlock, shared_blocks
 from inms_jax.memory.stats import Admission, MatchResult, MemoryStats, PageInfo, SequenceHandle, TurnUsage
 from inms_jax.memory.tier import Scope, Tier
 from inms_jax.memory.totals import Totals
@@ -260,6 +261,11 @@ class MemoryManager:
         """Every page that is not free."""
         with self._lock:
             return audit.page_map(list(self._parts.values()))
+
+    def shared_blocks(self) -> list[SharedBlock]:
+        """The keyed GLOBAL and GROUP blocks, each after the one it follows."""
+        with self._lock:
+            return shared_blocks([part.store.index for part in self._parts.values()])
 
     def events(self, since: int = 0) -> tuple[KVEvent, ...]:
         """What happened to keyed pages after event number `since`."""
