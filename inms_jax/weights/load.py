@@ -64,10 +64,21 @@ def load(
         converted.write(opened.config, opened.metadata, opened.rows, progress=progress)
     config, metadata, params = converted.read()
     if place is not None:
-        import jax
-
-        params = jax.device_put(params, nest({spec.name: place(spec.name) for spec in tensor_specs(config)}))
+        params = _placed(config, params, place)
     return _loaded(config, metadata, params, origin.weights_version, model_id)
+
+
+def _placed(config: ModelConfig, params: dict[str, Any], place: Place) -> dict[str, Any]:
+    """The same tree on devices; a mapping is let go once its tensor is there, for what is mapped stays in memory."""
+    import jax
+
+    flat = {}
+    for spec in tensor_specs(config):
+        group, _, leaf = spec.name.rpartition("/")
+        value = (params[group] if group else params).pop(leaf)
+        flat[spec.name] = jax.device_put(value, place(spec.name)).block_until_ready()
+        del value
+    return nest(flat)
 
 
 def _restored(path: Path, dtype: str, place: Place | None) -> LoadedModel:
