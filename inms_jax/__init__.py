@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from inms_jax.engine.segment import Segment, Shared
     from inms_jax.llm import LLM
+    from inms_jax.memory.quota import Quota
     from inms_jax.memory.tier import Scope, Tier
     from inms_jax.stats import AgentStats, HomeStats, Stats
     from inms_jax.tenants import Group, Tenant
@@ -27,6 +28,7 @@ _HOMES = {
     "Group": "tenants",
     "HomeStats": "stats",
     "Logprob": "engine.outputs",
+    "Quota": "memory.quota",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "config",
     "Scope": "memory.tier",
@@ -46,6 +48,7 @@ __all__ = [
     "Group",
     "HomeStats",
     "Logprob",
+    "Quota",
     "RequestOutput",
     "SamplingParams",
     "Scope",

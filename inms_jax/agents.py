@@ -54,6 +54,7 @@ class Agent(Handle):
         context: Sequence[ContextItem],
         tools: Sequence[dict[str, Any]] | None,
         parent: "Agent | None" = None,
+        kv_limit: int | None = None,
     ) -> None:
         super().__init__(name)
         if isinstance(context, str):
@@ -77,7 +78,8 @@ class Agent(Handle):
             # A context that cannot be rendered or is too long fails here, not later.
             services.core.scheduler.check_context(self._conversation.check(items))
             self._conversation.extend(items)
-        services.hold_scope(self.scope)
+        services.memory.hold_scope(self.scope, limit=kv_limit)
+        self._kv_limit = kv_limit
         self._lineages = [self.scope]
         self._handle: SequenceHandle | None = None if parent else services.memory.register(self.scope)
 
@@ -190,14 +192,16 @@ class Agent(Handle):
     def fork(self, name: str) -> "Agent":
         """A new agent of the same home that has this one's whole conversation, at no copy of any page.
 
-        What the two say from then on is private to each. Waits for the turns before it.
+        What the two say from then on is private to each, under the same `kv_limit` for each; this one pays for what
+        they have in common. Waits for the turns before it.
         """
         self._require_open()
         services = self._services
         with services.lock:
             self._home._require_open()
             self._home._require_free(name)
-            self._home.agents[name] = twin = Agent(self._home, name, (), None, parent=self)
+            twin = Agent(self._home, name, (), None, parent=self, kv_limit=self._kv_limit)
+            self._home.agents[name] = twin
         try:
             services.core.call(lambda: self._fork_into(twin), queue=self)
         except BaseException:
@@ -214,11 +218,11 @@ class Agent(Handle):
         twin._conversation.items, twin._conversation.tools = self._conversation.items, self._conversation.tools
         twin.turn, twin._history_len = self.turn, self._history_len
         for lineage in self._lineages:
-            services.hold_scope(lineage)
+            services.memory.hold_scope(lineage, twin.scope)
         twin._lineages += self._lineages
         # What this agent says from now on is no business of the twin's.
         line = Scope(self.scope.tenant, self.scope.group, f"{self.scope.agent}/{next(self._forks)}")
-        services.hold_scope(line)
+        services.memory.hold_scope(line, self.scope)
         self._lineages.append(line)
         self._conversation.scope = line
 
@@ -238,7 +242,7 @@ class Agent(Handle):
         if self._handle is not None:
             self._services.memory.release(self._handle)
         for lineage in self._lineages:
-            self._services.drop_scope(lineage)
+            self._services.memory.drop_scope(lineage, self.scope)
         self._services.accounts.close(self.scope)
 
     # ---- turns (Owner protocol; engine thread) -----------------------------------------------------------------

@@ -50,6 +50,8 @@ class EngineConfig:
     fragments: "calibrated" (only for a model that passed `inms-jax calibrate`), "unchecked" or "off".
     link_tokens: tokens at the start of each fragment that are computed in the reader's own context.
     seed: seed of requests that carry none.
+    pool_mode: "elastic" (pools of tenants have what they reserve and borrow up to their limits) or "reserved" (a pool
+        that reserves pages has exactly those).
     """
 
     block_size: int = 128
@@ -63,6 +65,7 @@ class EngineConfig:
     fragments: str = "calibrated"
     link_tokens: int = 16
     seed: int = 0
+    pool_mode: str = "elastic"
 
     def __post_init__(self) -> None:
         _require_int("block_size", self.block_size, 8, 512)
@@ -81,6 +84,8 @@ class EngineConfig:
             raise ConfigError(f"fragments must be calibrated, unchecked or off, got {self.fragments!r}")
         _require_int("link_tokens", self.link_tokens, 0, 4096)
         _require_int("seed", self.seed, 0)
+        if self.pool_mode not in ("elastic", "reserved"):
+            raise ConfigError(f"pool_mode must be elastic or reserved, got {self.pool_mode!r}")
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -57,14 +57,16 @@ class Handle:
 class Home(Handle, Generic[Member]):
     """Where agents live and texts are published: a tenant, or a group inside one (its `outer`)."""
 
-    def __init__(self, services: Services, name: str, scope: Scope, outer: "Home[Any] | None") -> None:
+    def __init__(
+        self, services: Services, name: str, scope: Scope, outer: "Home[Any] | None", kv_limit: int | None = None
+    ) -> None:
         super().__init__(name)
         self._services = services
         self.scope = scope
         self.outer = outer
         self.shelf: Shelf = Shelf(f"{self.kind} {name!r}", scope, outer.shelf if outer else None)
         self.agents: dict[str, Member] = {}
-        services.hold_scope(scope)
+        services.memory.hold_scope(scope, limit=kv_limit)
 
     def _publish(self, name: str, text: str, *, mode: Mode | str | None, **options: Any) -> None:
         if mode is not None and segment_mode(mode) is Mode.FRAGMENT:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from inms_jax.config import MAX_STOP_IDS, EngineConfig, SamplingParams, sampling_params
+from inms_jax.config import MAX_STOP_IDS, EngineConfig, SamplingParams, parse_bytes, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
 from inms_jax.engine.core import EngineCore
 from inms_jax.engine.fragments import Rules
@@ -18,7 +18,7 @@ from inms_jax.engine.levels import split_entries
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
 from inms_jax.engine.report import StepReport
-from inms_jax.engine.request import Request, TurnStart
+from inms_jax.engine.request import Request
 from inms_jax.engine.rounding import agreeing_buckets, shared_rows_agree
 from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
 from inms_jax.engine.segment import message_parts
@@ -28,10 +28,11 @@ from inms_jax.homes import check_name
 from inms_jax.isolation import IsolationReport, verify_isolation
 from inms_jax.memory.events import KVEvent
 from inms_jax.memory.fingerprint import CacheIdentity
-from inms_jax.memory.manager import MemoryManager, SequenceHandle
-from inms_jax.memory.plan import Span
+from inms_jax.memory.manager import MemoryManager
+from inms_jax.memory.quota import Quota
 from inms_jax.memory.stats import PageInfo
-from inms_jax.memory.tier import Scope
+from inms_jax.memory.tier import Tier
+from inms_jax.plain import PLAIN, PlainTurn
 from inms_jax.snapshots import Restored, restore, save
 from inms_jax.stats import Stats, View
 from inms_jax.tenants import Tenant
@@ -39,8 +40,7 @@ from inms_jax.weights import LoadedModel, default_cache_dir, load
 
 log = logging.getLogger("inms_jax")
 
-_PLAIN = Scope("plain", None, "plain")
-"""The built-in owner of `generate` and `chat`; ids of tenants end with a generation, so none is equal."""
+_NO_QUOTA = Quota()
 Prompt = str | Mapping[str, Any]
 
 
@@ -98,6 +98,7 @@ class LLM:
             identity=self._identity,
             enable_prefix_caching=config.enable_prefix_caching,
             provisional_decode=self.deterministic,
+            pool_mode=config.pool_mode,
         )
         decode_buckets, prefill_buckets = config.decode_buckets, config.prefill_buckets
         if self.deterministic:
@@ -127,7 +128,7 @@ class LLM:
         rules = Rules(config.block_size, config.link_tokens, loaded.tokenizer.bos_id, config.enable_prefix_caching)
         self._encoder = SpanEncoder(loaded.tokenizer, loaded.chat_template, rules)
         self._services = Services(self._core, memory, self._encoder, config)
-        self._services.hold_scope(_PLAIN)
+        memory.hold_scope(PLAIN)
         self._tenants: dict[str, Tenant] = {}
 
     def _model_len(self, num_pages: int) -> int:
@@ -201,16 +202,37 @@ class LLM:
 
     # ---- agents ------------------------------------------------------------------------------------------------
 
-    def tenant(self, name: str) -> Tenant:
-        """A new tenant; a live name again raises."""
+    def tenant(
+        self,
+        name: str,
+        *,
+        global_pool: Quota = _NO_QUOTA,
+        group_pool: Quota = _NO_QUOTA,
+        private_pool: Quota = _NO_QUOTA,
+    ) -> Tenant:
+        """A new tenant; a live name again raises.
+
+        The pools are what it may have, in pages, of texts that it publishes, of texts that its groups publish, and of
+        what its agents keep to themselves; `pages("512MiB")` counts pages. CapacityError when it cannot have what it
+        reserves.
+        """
         with self._services.lock:
             if self._core.closed:
                 raise ClosedError("the engine was closed: create a new LLM")
             check_name("tenant", name)
             if name in self._tenants:
                 raise ConfigError(f"tenant {name!r} is live: close it first or choose another name")
-            self._tenants[name] = tenant = Tenant(self._services, name, self._tenants)
+            self._tenants[name] = tenant = Tenant(
+                self._services,
+                name,
+                self._tenants,
+                {Tier.GLOBAL: global_pool, Tier.GROUP: group_pool, Tier.PRIVATE: private_pool},
+            )
             return tenant
+
+    def pages(self, size: int | str) -> int:
+        """How many whole pages fit into a size, given in bytes or as a text such as "512MiB"."""
+        return parse_bytes(size) // self.page_bytes
 
     # ---- the operator's ----------------------------------------------------------------------------------------
 
@@ -274,7 +296,7 @@ class LLM:
         return restore(self._services, self._identity, self.tenant, Path(folder), deterministic=self.deterministic)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all KV that no running request needs. Conversations go on: their next turn computes it again."""
+        """Forget all KV that no running request needs, pinned or not. What needs it again computes it again."""
         self._core.call(self._services.memory.clear)
 
     def warmup(self) -> None:
@@ -298,8 +320,8 @@ class LLM:
     def _render(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] | None) -> Prompt:
         if not messages:
             raise InvalidRequestError("the prompt is empty: say at least one message")
-        items = [TextItem(*message_parts(message), _PLAIN) for message in messages]
-        spans = [part.span for part in self._encoder.parts(items, _PLAIN, tools=tools, generate=True)]
+        items = [TextItem(*message_parts(message), PLAIN) for message in messages]
+        spans = [part.span for part in self._encoder.parts(items, PLAIN, tools=tools, generate=True)]
         return {"prompt_token_ids": [token for span in spans for token in span.tokens]}
 
     def _submit_all(self, prompts: Prompt | Sequence[Prompt], params: Any) -> list[Pending]:
@@ -325,7 +347,7 @@ class LLM:
         chosen = sampling_params(params)
         tokens = self._tokens(prompt) if tokens is None else tokens
         pending = Pending(self._services.request_id(), self._core.abort, self._services, stream=stream)
-        owner = _PlainTurn(self._services.memory, tokens, ("plain", self.config.seed, str(tokens), occurrence))
+        owner = PlainTurn(self._services.memory, tokens, ("plain", self.config.seed, str(tokens), occurrence))
         text = prompt if isinstance(prompt, str) else None
         self._core.submit(Request(pending.request_id, owner, chosen, pending, prompt=text))
         return pending
@@ -343,27 +365,6 @@ class LLM:
             raise InvalidRequestError(f'a prompt is a text or {{"prompt_token_ids": [...]}}, got {prompt!r}')
         self._core.scheduler.check_prompt(tuple(tokens))
         return tuple(tokens)
-
-
-class _PlainTurn:
-    """A plain request as the owner of itself: one sequence, one turn, all PRIVATE to the built-in owner."""
-
-    def __init__(self, memory: MemoryManager, tokens: tuple[int, ...], key_parts: tuple[str | int, ...]) -> None:
-        self.memory, self.tokens, self.key_parts = memory, tokens, key_parts
-        self.handle: SequenceHandle | None = None
-
-    def start_turn(self) -> TurnStart:
-        if self.handle is None:
-            self.handle = self.memory.register(_PLAIN)
-        return TurnStart(self.handle, [Span(self.tokens, _PLAIN)], _PLAIN, self.key_parts)
-
-    def end_turn(self, request: Request) -> None:
-        if request.handle is not None:
-            kept = request.error is None
-            self.memory.end_turn(request.handle, keep=kept, history_len=request.history_len if kept else 0)
-        if self.handle is not None:
-            self.memory.release(self.handle)
-            self.handle = None
 
 
 def _enable_compilation_cache() -> None:

@@ -3,28 +3,82 @@
 Membership is a handle given out here, never a string in a request. Knows nothing of pages or conversations.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inms_jax.agents import Agent, ContextItem
+from inms_jax.engine.conversation import Conversation
 from inms_jax.engine.fragments import Mode
 from inms_jax.engine.segment import OnUpdate
 from inms_jax.engine.services import Services
-from inms_jax.errors import ConfigError, InvalidRequestError
+from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
 from inms_jax.homes import Home
-from inms_jax.memory.tier import Scope
+from inms_jax.memory.quota import Quota
+from inms_jax.memory.tier import Scope, Tier
+from inms_jax.preload import Preload
 from inms_jax.stats import AgentStats, HomeStats, View
 
 
 class _AgentHome(Home[Agent]):
-    """A home that makes its agents."""
+    """A home that makes its agents, and may have its texts computed before they come."""
 
-    def _agent(self, name: str, context: Sequence[ContextItem], tools: Sequence[dict[str, Any]] | None) -> Agent:
+    def __init__(
+        self, services: Services, name: str, scope: Scope, outer: Home[Agent] | None, kv_limit: int | None = None
+    ) -> None:
+        super().__init__(services, name, scope, outer, kv_limit)
+        self._preloads: list[Preload] = []
+
+    def _agent(
+        self,
+        name: str,
+        context: Sequence[ContextItem],
+        tools: Sequence[dict[str, Any]] | None,
+        kv_limit: int | None,
+    ) -> Agent:
         with self._services.lock:
             self._require_open()
             self._require_free(name)
-            self.agents[name] = agent = Agent(self, name, context, tools)
+            self.agents[name] = agent = Agent(self, name, context, tools, kv_limit=kv_limit)
             return agent
+
+    def preload(self, names: Sequence[str], *, pin: bool = True) -> None:
+        """Compute published texts now, for contexts that begin with them in this order.
+
+        pin: their pages stay until this home is closed. Otherwise they are cached like those of any other text.
+        Raises CapacityError when there is no room, VisibilityError for a name that is not published here.
+        """
+        services = self._services
+        with services.lock:
+            self._require_open()
+            scope = Scope(self.scope.tenant, self.scope.group, services.unique_id(self.scope.tenant, "preload"))
+            conversation = Conversation(services.encoder, scope)
+            conversation.extend([conversation.item(self.shelf.resolve(name, "preload")) for name in names])
+            texts = Preload(services, scope, conversation.spans(generate=False), pin=pin)
+            self._preloads.append(texts)
+        try:
+            texts.compute()
+        except BaseException:
+            self._forget(texts)
+            raise
+        if not pin:
+            self._forget(texts)
+
+    def _close_scope(self) -> None:
+        """Everybody has left: the pages of what was published here go."""
+        for texts in list(self._preloads):
+            self._forget(texts)
+        self._services.memory.drop_scope(self.scope)
+        self._services.accounts.close(self.scope)
+
+    def _forget(self, texts: Preload) -> None:
+        with self._services.lock:
+            mine = texts in self._preloads
+            if mine:
+                self._preloads.remove(texts)
+        if mine:
+            with contextlib.suppress(ClosedError):  # a closed engine holds nothing any more
+                texts.close()
 
 
 class Tenant(_AgentHome):
@@ -32,8 +86,12 @@ class Tenant(_AgentHome):
 
     kind = "tenant"
 
-    def __init__(self, services: Services, name: str, tenants: dict[str, "Tenant"]) -> None:
-        super().__init__(services, name, Scope(services.unique_id(name)), outer=None)
+    def __init__(
+        self, services: Services, name: str, tenants: dict[str, "Tenant"], quotas: Mapping[Tier, Quota]
+    ) -> None:
+        scope = Scope(services.unique_id(name))
+        services.memory.open_tenant(scope.tenant, quotas)
+        super().__init__(services, name, scope, outer=None)
         self.groups: dict[str, Group] = {}
         self._tenants = tenants
 
@@ -52,20 +110,39 @@ class Tenant(_AgentHome):
                 raise InvalidRequestError(f"{name!r} is already published in group {inner[0]!r}: choose another name")
             self._publish(name, text, role=role, mode=mode, readers=readers)
 
-    def group(self, name: str) -> "Group":
-        """A new group (team) of this tenant; a live name again raises."""
+    def group(self, name: str, *, kv_limit: int | None = None) -> "Group":
+        """A new group (team) of this tenant; a live name again raises.
+
+        kv_limit: the most pages that texts published to it may take, inside the tenant's group pool.
+        """
         with self._services.lock:
             self._require_open()
             if name in self.groups:
                 raise ConfigError(f"group {name!r} is live in {self.name!r}: close it first or choose another name")
-            self.groups[name] = group = Group(self, name)
+            self.groups[name] = group = Group(self, name, kv_limit)
             return group
 
     def agent(
-        self, name: str, context: Sequence[ContextItem] = (), *, tools: Sequence[dict[str, Any]] | None = None
+        self,
+        name: str,
+        context: Sequence[ContextItem] = (),
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        kv_limit: int | None = None,
     ) -> Agent:
-        """A new agent of no group. `context` lists published names and private Segments, in order."""
-        return self._agent(name, context, tools)
+        """A new agent of no group. `context` lists published names and private Segments, in order.
+
+        kv_limit: the most pages that its own text may take, inside the tenant's private pool.
+        """
+        return self._agent(name, context, tools, kv_limit)
+
+    def empty(self) -> int:
+        """Free every page that no running turn needs and that is not pinned; the number of pages freed.
+
+        Conversations go on: their next turn computes again what it needs.
+        """
+        self._require_open()
+        return self._services.core.call(lambda: self._services.memory.empty(self.scope.tenant))
 
     def stats(self) -> HomeStats:
         """Its own turns and pages, with its groups and agents; says nothing of other tenants."""
@@ -88,8 +165,8 @@ class Tenant(_AgentHome):
             group.close(force=True)
         for agent in agents:
             agent.close()
-        self._services.drop_scope(self.scope)
-        self._services.accounts.close(self.scope)
+        self._close_scope()
+        self._services.memory.close_tenant(self.scope.tenant)
         with self._services.lock:
             self._tenants.pop(self.name, None)
 
@@ -99,10 +176,10 @@ class Group(_AgentHome):
 
     kind = "group"
 
-    def __init__(self, tenant: Tenant, name: str) -> None:
+    def __init__(self, tenant: Tenant, name: str, kv_limit: int | None) -> None:
         outer = tenant.scope.tenant
         services = tenant._services
-        super().__init__(services, name, Scope(outer, services.unique_id(outer, name)), outer=tenant)
+        super().__init__(services, name, Scope(outer, services.unique_id(outer, name)), tenant, kv_limit)
         self.tenant = tenant
 
     def publish(
@@ -131,10 +208,15 @@ class Group(_AgentHome):
             self._publish(name, text, role=role, mode=mode, readers=readers, on_update=on_update)
 
     def agent(
-        self, name: str, context: Sequence[ContextItem] = (), *, tools: Sequence[dict[str, Any]] | None = None
+        self,
+        name: str,
+        context: Sequence[ContextItem] = (),
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        kv_limit: int | None = None,
     ) -> Agent:
-        """A new member. `context` lists published names and private Segments, in order."""
-        return self._agent(name, context, tools)
+        """A new member; see `Tenant.agent`."""
+        return self._agent(name, context, tools, kv_limit)
 
     def stats(self) -> HomeStats:
         """The turns and pages of this group, with its members; says nothing of other groups."""
@@ -159,8 +241,7 @@ class Group(_AgentHome):
             if last:
                 del self.tenant.groups[self.name]
         if last:
-            self._services.drop_scope(self.scope)
-            self._services.accounts.close(self.scope)
+            self._close_scope()
 
 
 def _agents(view: View, home: Home) -> dict[str, AgentStats]:

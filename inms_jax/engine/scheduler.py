@@ -11,7 +11,7 @@ from inms_jax.engine.request import Branch, Request, flatten
 from inms_jax.errors import CapacityError, InvalidRequestError
 from inms_jax.memory.manager import MemoryManager, PrefillChunk, SequenceHandle
 from inms_jax.memory.plan import Span
-from inms_jax.memory.stats import Admission
+from inms_jax.memory.stats import Admission, Shortage
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,11 @@ class Scheduler:
         """Start waiting requests, first come first served, while pages and rows allow.
 
         Returns those that failed, with the reason. A request that cannot be served *yet* blocks those behind it
-        (else large requests would starve), except that requests of one queue also wait for each other.
+        (else large requests would starve), except that requests of one queue also wait for each other. One that is
+        kept waiting by a limit of its own tenant blocks that tenant only.
         """
         failed: list[tuple[Request, Exception]] = []
+        limited: set[str] = set()
         busy = {id(request.queue) for request in self.running if request.queue is not None}
         blocked = False
         for work in list(self.waiting):
@@ -89,19 +91,21 @@ class Scheduler:
                 continue
             if not blocked:
                 try:
-                    blocked = not self._start(work)
+                    started = self._start(work, limited)
                 except Exception as error:
                     failed.append((work, error))
                     self.waiting.remove(work)
                     continue
-                if not blocked:
+                if started:
                     self.waiting.remove(work)
+                else:
+                    blocked = work.start is None or work.start.scope.tenant not in limited
             if work.queue is not None:
                 busy.add(id(work.queue))
         return failed
 
-    def _start(self, request: Request) -> bool:
-        """Reserve all pages the request can need. False: not now."""
+    def _start(self, request: Request, limited: set[str]) -> bool:
+        """Reserve all pages the request can need. False: not now; `limited`: tenants that are at a limit of theirs."""
         rows = sum(running.params.n for running in self.running)
         if rows and rows + request.params.n > self.max_num_seqs:
             return False
@@ -109,6 +113,8 @@ class Scheduler:
             request.start = request.owner.start_turn()
             self.check_context(request.start.context)
         start = request.start
+        if start.scope.tenant in limited:
+            return False
         if any(waiting is request for waiting, _ in self.encoding):
             return False
         prompt = flatten(start.context)
@@ -122,12 +128,17 @@ class Scheduler:
             if admission.admitted:
                 return False
         if not admission.admitted:
-            if not self.running:
+            own = admission.short in (Shortage.POOL, Shortage.ACCOUNT)
+            others = [r for r in self.running if r.start is not None and r.start.scope.tenant == start.scope.tenant]
+            if not (others if own else self.running):
+                whose, what = ("of its tenant ", "the limit") if own else ("", "`kv_cache_memory`")
                 raise CapacityError(
                     f"Cannot start request {request.request_id!r} of {len(prompt)} + {limit} tokens: "
-                    f"{admission.reason}, and nothing is running that could give pages back. "
-                    f"Lower max_tokens or raise `kv_cache_memory`."
+                    f"{admission.reason}, and nothing {whose}is running that could give pages back. "
+                    f"Lower max_tokens or raise {what}."
                 )
+            if own:
+                limited.add(start.scope.tenant)
             return False
         self._release_fragments(request)
         request.handle, request.scope = start.handle, start.scope

@@ -1,4 +1,4 @@
-"""What tenants, groups and agents need of one engine: its parts, unique names, and scopes held by count.
+"""What tenants, groups and agents need of one engine: its parts, unique names, counts of work.
 
 Knows nothing of what tenants and agents are.
 """
@@ -33,8 +33,7 @@ class Services:
     accounts: Accounts = field(default_factory=Accounts)
     lock: threading.RLock = field(default_factory=threading.RLock)
     _generations: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    _holders: Counter[Scope] = field(default_factory=Counter)
-    _scope_lock: threading.Lock = field(default_factory=threading.Lock)
+    _name_lock: threading.Lock = field(default_factory=threading.Lock)
     _requests: itertools.count = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -48,7 +47,7 @@ class Services:
 
     def unique_id(self, *path: str) -> str:
         """The last name of `path` with its generation: a name used again after close is a new thing."""
-        with self._scope_lock:
+        with self._name_lock:
             self._generations[path] += 1
             return f"{path[-1]}#{self._generations[path]}"
 
@@ -60,18 +59,3 @@ class Services:
         """Add a turn that has ended to the work of its agent."""
         if request.handle is not None:
             self.accounts.add(agent, turn_work(request, self.memory.usage(request.handle)))
-
-    def hold_scope(self, scope: Scope) -> None:
-        """Open `scope` for its first holder; a scope stays open while anyone holds it."""
-        with self._scope_lock:
-            self._holders[scope] += 1
-            if self._holders[scope] == 1:
-                self.memory.open_scope(scope)
-
-    def drop_scope(self, scope: Scope) -> None:
-        """One holder less; after the last the pages of `scope` go."""
-        with self._scope_lock:
-            self._holders[scope] -= 1
-            if self._holders[scope] == 0:
-                del self._holders[scope]
-                self.memory.close_scope(scope)

@@ -20,7 +20,7 @@ from inms_jax.memory.lifecycle import SequenceEvent, SequenceState
 from inms_jax.memory.partition import Partition, move, require_no_plan, require_prefill
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span
 from inms_jax.memory.pool import PagePool
-from inms_jax.memory.quota import Ledger, PoolMode, Quota, for_mode
+from inms_jax.memory.quota import Ledger, Quota, for_mode
 from inms_jax.memory.registry import Registry
 from inms_jax.memory.room import room_for_reserves
 from inms_jax.memory.sequence import Sequence
@@ -48,7 +48,7 @@ class MemoryManager:
         identity: CacheIdentity,
         enable_prefix_caching: bool = True,
         provisional_decode: bool = True,
-        pool_mode: PoolMode = "elastic",
+        pool_mode: str = "elastic",
         hash_function: HashFunction | None = None,
     ) -> None:
         if block_size < 1 or identity.block_size != block_size:

@@ -20,7 +20,6 @@ Knows nothing of scopes, of tokens or of who holds a page.
 
 import threading
 from dataclasses import dataclass
-from typing import Literal
 
 from inms_jax.errors import ConfigError
 from inms_jax.memory.lifecycle import PageState
@@ -46,12 +45,13 @@ class Quota:
             )
 
 
-PoolMode = Literal["elastic", "reserved"]
-"""elastic: what nobody reserved is borrowed up to the limits. reserved: a pool with a reserve has exactly that."""
+def for_mode(quota: Quota, mode: str) -> Quota:
+    """The quota as it holds in a mode. Pools without one share what nobody reserved, in either mode.
 
-
-def for_mode(quota: Quota, mode: PoolMode) -> Quota:
-    """The quota as it holds in a mode. Pools that reserve nothing share what is left, in either mode."""
+    "elastic": what nobody reserved is borrowed up to the limits. "reserved": a pool has exactly what it reserves.
+    """
+    if mode not in ("elastic", "reserved"):
+        raise ConfigError(f"pool_mode must be elastic or reserved, got {mode!r}.")
     if mode == "elastic" or quota == Quota():
         return quota
     if quota.limit not in (None, quota.reserve):

@@ -13,7 +13,6 @@ from inms_jax.memory.fingerprint import CacheIdentity, HashFunction
 from inms_jax.memory.fragment import canonical_context
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span, StepPlan, plan_decode, plan_prefill
-from inms_jax.memory.quota import PoolMode
 from inms_jax.memory.stats import SequenceHandle
 from inms_jax.memory.tier import Scope
 
@@ -106,7 +105,7 @@ class Lab:
         scopes: Sequence[Scope] = (),
         caching: bool = True,
         provisional: bool = True,
-        pool_mode: PoolMode = "elastic",
+        pool_mode: str = "elastic",
         hash_function: HashFunction | None = None,
     ) -> None:
         self.memory = MemoryManager(
