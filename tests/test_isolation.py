@@ -28,7 +28,7 @@ def test_keys_that_ignore_a_part_of_the_scope_fail_it(seen: tuple[str, ...], mon
     intern = PrefixIndex.intern
     first: dict[tuple[str | None, ...], Scope] = {}
 
-    def blind(self: PrefixIndex, parent: Any, scope: Scope, *rest: bytes) -> Any:
+    def blind(self: PrefixIndex, parent: Any, scope: Scope, *rest: Any) -> Any:
         same = first.setdefault(tuple(getattr(scope, part) for part in seen), scope)
         return intern(self, parent, same, *rest)
 

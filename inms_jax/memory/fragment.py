@@ -127,15 +127,16 @@ def chain(
         if end > length or not closed:
             break
         if start == 0 or parent is not None:
-            parent = index.intern(parent, owner, bytes(data[4 * start : 4 * end]), between(bodies, start, end))
+            parent = index.intern(parent, owner, bytes(data[4 * start : 4 * end]), *between(bodies, start, end))
         nodes.append(parent)
     return nodes
 
 
-def between(bodies: Sequence[Body], start: int, end: int) -> bytes:
-    """What the key of block [start, end) says of bodies that stand directly before one of its tokens."""
+def between(bodies: Sequence[Body], start: int, end: int) -> tuple[bytes, tuple[Node, ...]]:
+    """What the key of block [start, end) says of bodies that stand directly before one of its tokens; their nodes."""
     inside = [body for body in bodies if start <= body.at < end]
-    return encode([part for body in inside for part in (body.at - start, body.key)])
+    key = encode([part for body in inside for part in (body.at - start, body.key)])
+    return key, tuple(body.nodes[-1] for body in inside)
 
 
 def same_until(a: Sequence[Body], b: Sequence[Body]) -> int | None:

@@ -30,6 +30,8 @@ class Node:
     tokens: bytes
     content: int
     bodies: bytes = b""
+    # Kept alive, so that no other fragment takes their digests while keys are made of these.
+    fragments: "tuple[Node, ...]" = ()
     page: int | None = None
     claimant: int | None = None
 
@@ -53,19 +55,28 @@ class PrefixIndex:
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._evicted_memory = 4 * num_pages
 
-    def intern(self, parent: Node | None, scope: Scope, tokens: bytes, bodies: bytes = b"") -> Node | None:
-        """The node of a block after `parent`, with the fragments that stand inside it.
+    def intern(
+        self,
+        parent: Node | None,
+        scope: Scope,
+        tokens: bytes,
+        bodies: bytes = b"",
+        fragments: "tuple[Node, ...]" = (),
+    ) -> Node | None:
+        """The node of a block after `parent`.
 
+        `bodies` says which `fragments`, given by their last blocks, stand inside the block, and where.
         None when another block has its digest: it cannot be shared.
         """
         digest = self._fingerprints.block(scope, None if parent is None else parent.digest, tokens, bodies)
         node = self._nodes.get(digest)
         if node is None:
             content = hash((0 if parent is None else parent.content, tokens, bodies))
-            node = self._nodes[digest] = Node(digest, parent, scope, tokens, content, bodies)
-        elif (node.tokens, node.bodies, node.scope) != (tokens, bodies, scope) or node.parent is not parent:
-            return None
-        return node
+            node = self._nodes[digest] = Node(digest, parent, scope, tokens, content, bodies, fragments)
+            return node
+        found = (node.parent, node.scope, node.tokens, node.bodies, node.fragments)
+        # Nodes are equal when they are the same.
+        return node if found == (parent, scope, tokens, bodies, fragments) else None
 
     def publish(self, node: Node, page: int) -> None:
         node.page = page

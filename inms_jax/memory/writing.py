@@ -235,7 +235,7 @@ class Writer:
             start, end = seq.layout.starts[index], seq.layout.ends[index]
             tokens = seq.tokens[start:end].tobytes()
             inside = between(seq.bodies, start, end)
-            seq.nodes.append(self._store.index.intern(parent, seq.layout.scopes[index], tokens, inside))
+            seq.nodes.append(self._store.index.intern(parent, seq.layout.scopes[index], tokens, *inside))
 
     def _miss_reasons(self, seq: Sequence, block: int, low: int, high: int) -> dict[MissReason, int]:
         """Why tokens low .. high - 1, all of one block, are computed."""

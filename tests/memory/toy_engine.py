@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from inms_jax.memory import CacheIdentity, Copy, DecodeSlot, MemoryManager, PrefillChunk, Scope, SequenceHandle, Span
+from inms_jax.memory.fingerprint import HashFunction
 
 
 def mix(before: int, token: int) -> int:
@@ -43,11 +44,13 @@ class Job:
 class ToyEngine:
     """Serves any number of jobs: one prefill chunk a step, and everyone who decodes."""
 
-    def __init__(self, num_pages: int, block_size: int = 4) -> None:
+    def __init__(self, num_pages: int, block_size: int = 4, hash_function: HashFunction | None = None) -> None:
         identity = CacheIdentity(
             model_id="sums", weights_version="1", dtype="int64", layout="page slot", rope="none", block_size=block_size
         )
-        self.memory = MemoryManager(num_pages=num_pages, block_size=block_size, identity=identity)
+        self.memory = MemoryManager(
+            num_pages=num_pages, block_size=block_size, identity=identity, hash_function=hash_function
+        )
         self.pages = np.zeros((num_pages, block_size), np.int64)
         self.jobs: list[Job] = []
         self.refused = self.waited = 0
