@@ -134,6 +134,8 @@ def chain(
 
 def between(bodies: Sequence[Body], start: int, end: int) -> tuple[bytes, tuple[Node, ...]]:
     """What the key of block [start, end) says of bodies that stand directly before one of its tokens; their nodes."""
+    if not bodies:
+        return b"", ()
     inside = [body for body in bodies if start <= body.at < end]
     key = encode([part for body in inside for part in (body.at - start, body.key)])
     return key, tuple(body.nodes[-1] for body in inside)

@@ -41,6 +41,10 @@ class Node:
         return parent, self.scope, self.tokens[:_HEAD_BYTES]
 
 
+Made = tuple[Node | None, Scope, bytes, bytes, tuple[Node, ...]]
+"""What makes a node: parent, scope, tokens, and the fragments inside."""
+
+
 class PrefixIndex:
     """Keyed pages of one tenant, and in `orders`, by tier, those of them that nobody holds."""
 
@@ -50,6 +54,8 @@ class PrefixIndex:
         self._events = events
         self.orders = {tier: EvictionOrder(num_pages) for tier in Tier}
         self._nodes: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
+        # The same nodes by all that makes them: what is known already is found without a digest of it.
+        self._known: WeakValueDictionary[Made, Node] = WeakValueDictionary()
         self._by_page: dict[int, Node] = {}
         self._by_scope: dict[Scope, set[int]] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
@@ -68,15 +74,20 @@ class PrefixIndex:
         `bodies` says which `fragments`, given by their last blocks, stand inside the block, and where.
         None when another block has its digest: it cannot be shared.
         """
+        key = (parent, scope, tokens, bodies, fragments)
+        known = self._known.get(key)
+        if known is not None:
+            return known
         digest = self._fingerprints.block(scope, None if parent is None else parent.digest, tokens, bodies)
         node = self._nodes.get(digest)
         if node is None:
             content = hash((0 if parent is None else parent.content, tokens, bodies))
             node = self._nodes[digest] = Node(digest, parent, scope, tokens, content, bodies, fragments)
-            return node
-        found = (node.parent, node.scope, node.tokens, node.bodies, node.fragments)
         # Nodes are equal when they are the same.
-        return node if found == (parent, scope, tokens, bodies, fragments) else None
+        elif (node.parent, node.scope, node.tokens, node.bodies, node.fragments) != key:
+            return None
+        self._known[key] = node
+        return node
 
     def publish(self, node: Node, page: int) -> None:
         node.page = page

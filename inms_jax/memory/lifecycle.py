@@ -11,7 +11,13 @@ from typing import TypeVar
 from inms_jax.errors import StateError
 
 
-class PageState(enum.Enum):
+class _Name(enum.Enum):
+    """An enumeration whose members hash by identity: tables are looked up for every page of every turn."""
+
+    __hash__ = object.__hash__
+
+
+class PageState(_Name):
     FREE = "free"
     FILLING = "filling"
     SEALED = "sealed"
@@ -20,7 +26,7 @@ class PageState(enum.Enum):
     FENCED = "fenced"
 
 
-class PageEvent(enum.Enum):
+class PageEvent(_Name):
     ALLOCATE = "allocate"
     SEAL = "seal"
     LAST_HOLDER_LEFT = "last holder left"
@@ -30,7 +36,7 @@ class PageEvent(enum.Enum):
     FENCE_LIFTED = "fence lifted"
 
 
-class SequenceState(enum.Enum):
+class SequenceState(_Name):
     NEW = "new"
     PREFILL = "prefill"
     ACTIVE = "active"
@@ -38,7 +44,7 @@ class SequenceState(enum.Enum):
     CLOSED = "closed"
 
 
-class SequenceEvent(enum.Enum):
+class SequenceEvent(_Name):
     BEGIN = "begin turn"
     PROMPT_DONE = "prompt done"
     FINISH = "finish turn"

@@ -73,10 +73,10 @@ def require_possible(part: Partition, seq: Sequence, plan: TurnPlan) -> None:
     owners = Counter(plan.layout.scopes)
     owners[plan.layout.scopes[-1]] += plan.branch_pages
     owners.update(node.scope for node in {id(node): node for body in plan.bodies for node in body.nodes}.values())
-    wanted, added = charged(part.store, owners), needs(part.store, plan)
+    wanted = charged(part.store, owners)
     for book, pages in wanted.items():
         # Charges that were passed on may exceed a limit; then the turn may not add a page.
-        if book.quota.limit is not None and pages > book.quota.limit and added[book]:
+        if book.quota.limit is not None and pages > book.quota.limit and needs(part.store, plan)[book]:
             part.totals.quota_refusals += 1
             raise CapacityError(
                 f"{seq.name} needs {pages} pages of {book.name} for {what} and {plan.branches} branches: its limit is "

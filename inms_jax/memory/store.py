@@ -34,6 +34,7 @@ class PageStore:
         self.lineages = Lineages()
         self.pools = {tier: Book(f"the {tier.name.lower()} pool of {tenant}", Quota(), is_pool=True) for tier in Tier}
         self.accounts: dict[Scope, Book] = {}
+        self._had_accounts = False
         self._books: dict[Scope, tuple[Book, ...]] = {}
         self.totals = Totals()
         # The scope of what is in each page that is not free, and how many planned copies read a page.
@@ -163,6 +164,9 @@ class PageStore:
     def recharge(self) -> None:
         """Somebody else pays for some scope now: charge its pages to the right books."""
         self._books.clear()
+        if not (self.accounts or self._had_accounts):
+            return
+        self._had_accounts = bool(self.accounts)
         for page, owner in self.owner.items():
             books = self.books(owner)
             if self.pool.books(page) != books:

@@ -5,7 +5,7 @@ nothing of tokens, pages or keys.
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inms_jax.errors import ConfigError
 
@@ -25,10 +25,19 @@ class Scope:
     tenant: str
     group: str | None = None
     agent: str | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Counted once: every block of every context is looked up by its scope.
+        object.__setattr__(self, "_hash", hash((self.tenant, self.group, self.agent)))
         if "" in (self.tenant, self.group, self.agent):
             raise ConfigError(f"A scope has no empty ids, got {self}; leave a level out with None.")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type["Scope"], tuple[str, str | None, str | None]]:
+        return Scope, (self.tenant, self.group, self.agent)
 
     @property
     def tier(self) -> Tier:
