@@ -5,6 +5,7 @@ Knows nothing of pages: it names scopes and hands contexts to the engine.
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from inms_jax.engine.request import Request, TurnStart
 from inms_jax.engine.segment import Published, Segment, Shared, message_parts
 from inms_jax.errors import ClosedError, InvalidRequestError
 from inms_jax.homes import Handle, Home
+from inms_jax.membership import Membership
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
@@ -78,10 +80,13 @@ class Agent(Handle):
             # A context that cannot be rendered or is too long fails here, not later.
             services.core.scheduler.check_context(self._conversation.check(items))
             self._conversation.extend(items)
-        services.memory.hold_scope(self.scope, limit=kv_limit)
+        self._membership = member = Membership(services, self.full_name, self.scope, home._leave)
+        member.hold(self.scope, limit=kv_limit)
         self._kv_limit = kv_limit
-        self._lineages = [self.scope]
-        self._handle: SequenceHandle | None = None if parent else services.memory.register(self.scope)
+        if parent is None:
+            member.handle = services.memory.register(self.scope)
+        home._members[member] = weakref.ref(self)
+        self._dropped = member.watch(self)
 
     # ---- what it says ------------------------------------------------------------------------------------------
 
@@ -151,6 +156,11 @@ class Agent(Handle):
     # ---- what it is --------------------------------------------------------------------------------------------
 
     @property
+    def _handle(self) -> SequenceHandle | None:
+        """Its sequence; a fork gets it when the turns before the fork have ended."""
+        return self._membership.handle
+
+    @property
     def full_name(self) -> str:
         """tenant/group/agent, or tenant/agent."""
         return "/".join(self._names)
@@ -201,7 +211,6 @@ class Agent(Handle):
             self._home._require_open()
             self._home._require_free(name)
             twin = Agent(self._home, name, (), None, parent=self, kv_limit=self._kv_limit)
-            self._home.agents[name] = twin
         try:
             services.core.call(lambda: self._fork_into(twin), queue=self)
         except BaseException:
@@ -214,16 +223,15 @@ class Agent(Handle):
         twin._require_open()
         assert self._handle is not None, "an open agent has a sequence"
         services = self._services
-        twin._handle = services.memory.fork(self._handle, twin.scope)
+        member = self._membership
+        twin._membership.handle = services.memory.fork(self._handle, twin.scope)
         twin._conversation.items, twin._conversation.tools = self._conversation.items, self._conversation.tools
         twin.turn, twin._history_len = self.turn, self._history_len
-        for lineage in self._lineages:
-            services.memory.hold_scope(lineage, twin.scope)
-        twin._lineages += self._lineages
+        for lineage in list(member.lineages):
+            twin._membership.hold(lineage)
         # What this agent says from now on is no business of the twin's.
         line = Scope(self.scope.tenant, self.scope.group, f"{self.scope.agent}/{next(self._forks)}")
-        services.memory.hold_scope(line, self.scope)
-        self._lineages.append(line)
+        member.hold(line)
         self._conversation.scope = line
 
     def close(self) -> None:
@@ -232,18 +240,15 @@ class Agent(Handle):
             if self.closed:
                 return
             self.closed = True
-            self._home.agents.pop(self.name, None)
+            self._dropped.detach()
+            self._home._members.pop(self._membership, None)
         with contextlib.suppress(ClosedError):  # a closed engine holds nothing any more
             self._services.core.call(self._release)
         self._home._member_left()
 
     def _release(self) -> None:
         self._services.core.end_queue(self, ClosedError(f"agent {self.name!r} was closed during the turn"))
-        if self._handle is not None:
-            self._services.memory.release(self._handle)
-        for lineage in self._lineages:
-            self._services.memory.drop_scope(lineage, self.scope)
-        self._services.accounts.close(self.scope)
+        self._membership.end()
 
     # ---- turns (Owner protocol; engine thread) -----------------------------------------------------------------
 

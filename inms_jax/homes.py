@@ -3,6 +3,7 @@
 Knows nothing of what an agent is, beyond its name.
 """
 
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -11,6 +12,7 @@ from inms_jax.engine.fragments import Mode
 from inms_jax.engine.segment import segment_mode
 from inms_jax.engine.services import Services
 from inms_jax.errors import ClosedError, ConfigError
+from inms_jax.membership import Membership
 from inms_jax.memory.tier import Scope
 from inms_jax.shelf import Shelf
 
@@ -55,7 +57,10 @@ class Handle:
 
 
 class Home(Handle, Generic[Member]):
-    """Where agents live and texts are published: a tenant, or a group inside one (its `outer`)."""
+    """Where agents live and texts are published: a tenant, or a group inside one (its `outer`).
+
+    A home keeps no agent alive: one that its user has dropped is released like one that was closed.
+    """
 
     def __init__(
         self, services: Services, name: str, scope: Scope, outer: "Home[Any] | None", kv_limit: int | None = None
@@ -65,8 +70,14 @@ class Home(Handle, Generic[Member]):
         self.scope = scope
         self.outer = outer
         self.shelf: Shelf = Shelf(f"{self.kind} {name!r}", scope, outer.shelf if outer else None)
-        self.agents: dict[str, Member] = {}
+        self._members: dict[Membership, weakref.ref[Member]] = {}
         services.memory.hold_scope(scope, limit=kv_limit)
+
+    @property
+    def agents(self) -> dict[str, Member]:
+        """The agents that live here, by name."""
+        living = [member() for member in list(self._members.values())]
+        return {agent.name: agent for agent in living if agent is not None}
 
     def _publish(self, name: str, text: str, *, mode: Mode | str | None, **options: Any) -> None:
         if mode is not None and segment_mode(mode) is Mode.FRAGMENT:
@@ -87,5 +98,10 @@ class Home(Handle, Generic[Member]):
         if name in self.agents:
             raise ConfigError(f"agent {name!r} is live in {self.name!r}: close it first or choose another name")
 
+    def _leave(self, member: Membership) -> None:
+        """An agent of this home was dropped without being closed, and released. Takes no lock."""
+        self._members.pop(member, None)
+        self._member_left()
+
     def _member_left(self) -> None:
-        """Called after an agent of this home has closed."""
+        """Called after an agent of this home has ended. Takes no lock: the engine thread may call it."""

@@ -4,6 +4,7 @@ Membership is a handle given out here, never a string in a request. Knows nothin
 """
 
 import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ class _AgentHome(Home[Agent]):
         self, services: Services, name: str, scope: Scope, outer: Home[Agent] | None, kv_limit: int | None = None
     ) -> None:
         super().__init__(services, name, scope, outer, kv_limit)
-        self._preloads: list[Preload] = []
+        self._preloads: dict[Preload, None] = {}
 
     def _agent(
         self,
@@ -39,8 +40,7 @@ class _AgentHome(Home[Agent]):
         with self._services.lock:
             self._require_open()
             self._require_free(name)
-            self.agents[name] = agent = Agent(self, name, context, tools, kv_limit=kv_limit)
-            return agent
+            return Agent(self, name, context, tools, kv_limit=kv_limit)
 
     def preload(self, names: Sequence[str], *, pin: bool = True) -> None:
         """Compute published texts now, for contexts that begin with them in this order.
@@ -55,7 +55,7 @@ class _AgentHome(Home[Agent]):
             conversation = Conversation(services.encoder, scope)
             conversation.extend([conversation.item(self.shelf.resolve(name, "preload")) for name in names])
             texts = Preload(services, scope, conversation.spans(generate=False), pin=pin)
-            self._preloads.append(texts)
+            self._preloads[texts] = None
         try:
             texts.compute()
         except BaseException:
@@ -72,11 +72,8 @@ class _AgentHome(Home[Agent]):
         self._services.accounts.close(self.scope)
 
     def _forget(self, texts: Preload) -> None:
-        with self._services.lock:
-            mine = texts in self._preloads
-            if mine:
-                self._preloads.remove(texts)
-        if mine:
+        with contextlib.suppress(KeyError):  # somebody else does it
+            del self._preloads[texts]
             with contextlib.suppress(ClosedError):  # a closed engine holds nothing any more
                 texts.close()
 
@@ -181,6 +178,7 @@ class Group(_AgentHome):
         services = tenant._services
         super().__init__(services, name, Scope(outer, services.unique_id(outer, name)), tenant, kv_limit)
         self.tenant = tenant
+        self._end = threading.Lock()  # whoever gets it ends the group
 
     def publish(
         self,
@@ -236,14 +234,10 @@ class Group(_AgentHome):
         self._member_left()
 
     def _member_left(self) -> None:
-        with self._services.lock:
-            last = self.closed and not self.agents and self.tenant.groups.get(self.name) is self
-            if last:
-                del self.tenant.groups[self.name]
-        if last:
+        if self.closed and not self._members and self._end.acquire(blocking=False):
+            del self.tenant.groups[self.name]
             self._close_scope()
 
 
 def _agents(view: View, home: Home) -> dict[str, AgentStats]:
-    agents = dict(home.agents)
-    return {name: view.agent(agent.full_name, agent.scope, agent._handle) for name, agent in agents.items()}
+    return {name: view.agent(agent.full_name, agent.scope, agent._handle) for name, agent in home.agents.items()}

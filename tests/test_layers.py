@@ -40,7 +40,7 @@ FLOORS: list[list[str]] = [
     ["models", "memory", "text"],
     ["weights"],
     ["engine"],
-    ["llm", "isolation", "tenants", "homes", "agents", "shelf", "stats", "snapshots", "preload", "plain"],
+    ["llm", "isolation", "tenants", "homes", "membership", "agents", "shelf", "stats", "snapshots", "preload", "plain"],
     ["eval", "metrics", "capacity", "capacity_report"],
     ["cli", "__init__"],
 ]

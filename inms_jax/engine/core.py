@@ -9,10 +9,10 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from queue import SimpleQueue
 from time import monotonic
 from typing import TypeVar
 
@@ -68,8 +68,8 @@ class EngineCore:
         self._decode_buckets = tuple(decode_buckets)
         self._prefill_buckets = tuple(prefill_buckets)
         self._share_reads = share_reads
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._posting = threading.RLock()  # after the last command comes none
         self._stopping = False
         atexit.register(_close_at_exit, weakref.ref(self))  # no thread may be inside a program when the process ends
         self._thread = threading.Thread(target=self._loop, name="inms-jax-engine", daemon=True)
@@ -108,15 +108,19 @@ class EngineCore:
         with contextlib.suppress(ClosedError):
             self._post(lambda: self._abort(lambda request: request.request_id == request_id))
 
+    def leave_word(self, command: Callable[[], None]) -> None:
+        """Have `command` run on the engine thread some time, if that still runs. Takes no lock: for finalizers."""
+        self._inbox.put(command)
+
     def end_queue(self, queue: object, error: InmsError) -> None:
         """Fail every request of `queue`. Engine thread only."""
         self._abort(lambda request: request.queue is queue, error)
 
     def stop(self) -> None:
         """Make the thread end soon; requests that have not ended fail with ClosedError."""
-        with self._wake:
+        with self._posting:
             self._stopping = True
-            self._wake.notify()
+            self._inbox.put(_nothing)
 
     def close(self) -> None:
         """`stop`, and wait for it."""
@@ -129,11 +133,10 @@ class EngineCore:
         return self._stopping
 
     def _post(self, command: Callable[[], None]) -> None:
-        with self._wake:
+        with self._posting:
             if self._stopping:
                 raise ClosedError("the engine was closed: create a new LLM")
-            self._inbox.append(command)
-            self._wake.notify()
+            self._inbox.put(command)
 
     # ---- engine thread -----------------------------------------------------------------------------------------
 
@@ -141,16 +144,15 @@ class EngineCore:
         error: InmsError = ClosedError("the engine was closed")
         try:
             while not self._stopping:
-                with self._wake:
-                    while not (self._inbox or self._stopping) and self.scheduler.idle:
-                        self._wake.wait()
+                if self.scheduler.idle:
+                    self._inbox.get()()
                 self._drain()
                 if not self._stopping:
                     self._step()
         except BaseException as cause:  # a bug of ours: nobody may wait for ever because of it
             log.exception("the engine thread failed")
             error = EngineError(f"the engine stopped on an internal error: {cause!r}; create a new LLM")
-        with self._wake:
+        with self._posting:
             self._stopping = True
         self._drain()
         self._abort(lambda _: True, error)
@@ -158,10 +160,8 @@ class EngineCore:
         self.runner.release()
 
     def _drain(self) -> None:
-        with self._wake:
-            commands, self._inbox = self._inbox, deque()
-        for command in commands:
-            command()
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get()()
 
     def _step(self) -> None:
         for request, error in self.scheduler.admit():
@@ -374,6 +374,10 @@ def _copies(count: int) -> int:
     if count <= COPY_BUCKET:
         return 1 << (count - 1).bit_length() if count else 0
     return -(-count // COPY_BUCKET) * COPY_BUCKET
+
+
+def _nothing() -> None:
+    """A command that only wakes the thread."""
 
 
 def _close_at_exit(core: "weakref.ref[EngineCore]") -> None:

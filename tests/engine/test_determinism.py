@@ -188,8 +188,9 @@ def test_another_agents_secret_moves_nothing(llm: LLM) -> None:
         llm.reset_prefix_cache()
         with team(llm)[0] as home:
             group = home.groups["checkout"]
-            for i, secret in enumerate(secrets):
-                group.agent(f"other-{i}", ["system", "decisions", Segment(secret)]).chat("Say it.", GREEDY)
+            others = [group.agent(f"o-{i}", ["system", "decisions", Segment(text)]) for i, text in enumerate(secrets)]
+            for other in others:
+                other.chat("Say it.", GREEDY)
             with group.agent("observed", ["system", "decisions", Segment(NOTES)]) as agent:
                 seen.append([said(o) for o in converse(agent, SAMPLED)])
     assert all(answers == seen[0] for answers in seen)

@@ -58,7 +58,8 @@ def test_what_a_tenant_reserves_is_there_whatever_others_do():
         for speaker in speakers:
             speaker.chat("x" * 200, ONE)
         before = [speaker.snapshot().kv_pages for speaker in speakers]
-        quiet.agent("q").chat("x" * 250, ONE)
+        resident = quiet.agent("q")
+        resident.chat("x" * 250, ONE)
         assert [speaker.snapshot().kv_pages for speaker in speakers] == before
         with pytest.raises(CapacityError, match="cannot reserve 50 pages: 20 of 63 are reserved by others"):
             llm.tenant("third", group_pool=Quota(reserve=50))
@@ -74,8 +75,9 @@ def test_a_pinned_text_is_found_by_the_first_reader_and_stays_through_a_flood():
         tenant.preload(["rules"])
         pinned = llm.stats().pages[Tier.GLOBAL].used
         assert pinned == -(-(len(RULES) + 10) // 16)
-        for n in range(8):
-            tenant.agent(f"flood {n}").chat(f"{n}" * 400, ONE)
+        flood = [tenant.agent(f"flood {n}") for n in range(8)]
+        for n, agent in enumerate(flood):
+            agent.chat(f"{n}" * 400, ONE)
         assert llm.stats().memory.dropped_sequences > 0
         assert llm.stats().pages[Tier.GLOBAL].used == pinned
         tenant.empty()

@@ -119,7 +119,8 @@ def test_the_map_of_an_engine_is_that_of_its_pages() -> None:
         assert {c.owner: c.sequences for c in now.cells} == {"shop/team": 2, "shop/team/ann": 1, "shop/team/bob": 1}
         agents[0].close()
         assert {c.owner for c in page_map(llm, "now").cells} == {"shop/team", "shop/team/bob"}
-        team.agent("ann", ["plan"]).chat("hello", SamplingParams(max_tokens=2, temperature=0.0))
+        again = team.agent("ann", ["plan"])
+        again.chat("hello", SamplingParams(max_tokens=2, temperature=0.0))
         assert "shop/team/ann#2" in {c.owner for c in page_map(llm, "now").cells}
 
 

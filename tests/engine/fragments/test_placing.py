@@ -83,8 +83,10 @@ def test_two_agents_read_the_same_pages_at_different_shifts(llm: LLM) -> None:
         tenant.publish("document", DOCUMENT, mode="fragment")
         rows = []
         outputs = []
+        agents = []
         for name, notes in (("a", "I like tea."), ("b", "I am the other one, and my notes are quite a bit longer.")):
             agent = tenant.agent(name, ["system", Segment(notes), "document"])
+            agents.append(agent)  # both live to the end
             held = llm.stats().memory.held
             outputs.append(agent.chat("When?", PARAMS))
             assert agent._handle is not None
@@ -106,7 +108,8 @@ def test_bits_do_not_depend_on_what_is_cached_or_who_runs_beside(llm: LLM) -> No
             tenant.publish("system", SYSTEM)
             tenant.publish("document", DOCUMENT, mode="fragment")
             if other:
-                tenant.agent("o", ["system", Segment("Something else."), "document"]).chat("Hm?", PARAMS)
+                beside = tenant.agent("o", ["system", Segment("Something else."), "document"])
+                beside.chat("Hm?", PARAMS)
             agent = tenant.agent("a", ["system", Segment("I like tea."), "document", Segment("And biscuits.")])
             found = [said(agent.chat("When?", PARAMS))]
             if evict:
@@ -145,8 +148,9 @@ def test_documents_in_another_order_are_the_same_pages(llm: LLM) -> None:
         for i in range(3):
             tenant.publish(f"d{i}", f"Document {i}. " + DOCUMENT, mode="fragment")
         before = llm.stats().work.encoded_fragments
-        one = tenant.agent("a", ["system", Segment("Hm."), "d0", "d1", "d2"]).chat("When?", PARAMS)
-        other = tenant.agent("b", ["system", Segment("Hm."), "d2", "d0", "d1"]).chat("When?", PARAMS)
+        orders = (("a", ["d0", "d1", "d2"]), ("b", ["d2", "d0", "d1"]))
+        agents = [tenant.agent(name, ["system", Segment("Hm."), *order]) for name, order in orders]
+        one, other = (agent.chat("When?", PARAMS) for agent in agents)
         assert llm.stats().work.encoded_fragments - before == 3
         assert one.num_fragment_tokens == other.num_fragment_tokens > 500
 
