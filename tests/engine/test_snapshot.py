@@ -197,8 +197,9 @@ def test_a_pool_with_little_room_takes_what_fits_and_evicts_nothing(
     _, _, shared = saved
     with tiny_llm() as llm:
         mine = llm.tenant("mine")
-        for name in ("me", "you"):
-            mine.agent(name, [Segment(f"keep {name}" * 115)]).chat("hello", PARAMS)
+        keep = [mine.agent(name, [Segment(f"keep {name}" * 115)]) for name in ("me", "you")]
+        for agent in keep:
+            agent.chat("hello", PARAMS)
         before = llm.stats().memory
         assert 0 < before.free < shared
         pages = llm.restore(saved[0]).pages
