@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The TPU compiler, for ahead-of-time tests. Aside, because jax looks for a TPU (and complains) wherever it can import it.
 AOT := $(VENV)/aot
 
-.PHONY: demo test lint types check check-full clean
+.PHONY: demo test test-second lint types check check-full clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,9 @@ demo: $(STAMP)
 
 test: $(STAMP) $(AOT)
 	$(BIN)/python -m pytest -m "not full"
+
+test-second:
+	PYTHON=$(PYTHON) .ci/second $(VENV)/second
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
