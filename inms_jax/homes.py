@@ -71,6 +71,7 @@ class Home(Handle, Generic[Member]):
         self.outer = outer
         self.shelf: Shelf = Shelf(f"{self.kind} {name!r}", scope, outer.shelf if outer else None)
         self._members: dict[Membership, weakref.ref[Member]] = {}
+        self.kv_limit = kv_limit
         services.memory.hold_scope(scope, limit=kv_limit)
 
     @property

@@ -65,6 +65,15 @@ class KVCollector(Collector):
             misses.add_metric([reason.value], number)
         yield misses
         yield CounterMetricFamily("inms_jax_kv_hit_tokens", "Prompt tokens found in the index", memory.hit_tokens)
+        yield CounterMetricFamily(
+            "inms_jax_kv_fragment_tokens", "Tokens read as fragments, at another position", memory.fragment_tokens
+        )
+        yield CounterMetricFamily(
+            "inms_jax_kv_quota_refusals", "Turns that a limit of their own held up or refused", memory.quota_refusals
+        )
+        yield CounterMetricFamily(
+            "inms_jax_kv_dropped_sequences", "Idle agents that gave up their KV", memory.dropped_sequences
+        )
         yield CounterMetricFamily("inms_jax_kv_copies", "Pages copied on write", memory.copies)
         yield CounterMetricFamily("inms_jax_kv_evictions", "Cached pages evicted", memory.evictions)
         for name, text, read in _WORK:

@@ -15,13 +15,16 @@ _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class Preload:
-    """One sequence that holds the pages of `context`, as long as it is not closed."""
+    """One sequence that holds the pages of `context`, the texts of `names`, as long as it is not closed."""
 
-    def __init__(self, services: Services, scope: Scope, context: list[Span], *, pin: bool) -> None:
+    def __init__(
+        self, services: Services, scope: Scope, names: tuple[str, ...], context: list[Span], *, pin: bool
+    ) -> None:
+        self.names = names
+        self.pin = pin
         self._services = services
         self._scope = scope
         self._context = context
-        self._pin = pin
         services.memory.hold_scope(scope)
         self._handle = services.memory.register(scope)
 
@@ -51,5 +54,5 @@ class Preload:
             return
         kept = request.error is None
         self._services.memory.end_turn(request.handle, keep=kept, history_len=request.history_len if kept else 0)
-        if kept and self._pin:
+        if kept and self.pin:
             self._services.memory.pin(request.handle)

@@ -1,5 +1,7 @@
 """`llm.save` and `llm.restore`: tenants, groups and what they published, with the pages of it, over a restart.
 
+Their quotas go with them, and what they pinned is pinned again.
+
 Agents, conversations and everything PRIVATE end with their engine. Groups that were closed are not saved.
 """
 
@@ -17,6 +19,7 @@ from inms_jax.engine.services import Services
 from inms_jax.engine.snapshot import FORMAT, RestoredPages, SpotCheck, check_same, put_pages, take_pages
 from inms_jax.errors import ConfigError
 from inms_jax.memory.fingerprint import CacheIdentity
+from inms_jax.memory.quota import Quota
 from inms_jax.memory.shared_blocks import SharedBlock
 from inms_jax.memory.tier import Scope
 from inms_jax.tenants import Group, Tenant
@@ -62,7 +65,7 @@ def save(
 def restore(
     services: Services,
     identity: CacheIdentity,
-    tenant: Callable[[str], Tenant],
+    tenant: Callable[..., Tenant],
     folder: Path,
     *,
     deterministic: bool,
@@ -77,7 +80,7 @@ def restore(
         homes: list[Tenant | Group] = []
         for saved in manifest["homes"]:
             outer = None if saved["tenant"] is None else homes[saved["tenant"]]
-            home = tenant(saved["name"]) if outer is None else _group(outer, saved["name"])
+            home = _tenant(tenant, saved) if outer is None else _group(outer, saved)
             if isinstance(home, Tenant):
                 undo.callback(home.close)
             for text in saved["published"]:
@@ -90,6 +93,9 @@ def restore(
             for block in manifest["blocks"]
         ]
         pages = services.core.call(lambda: put_pages(services.memory, services.core.runner, blocks, arrays))
+        for home, saved in zip(homes, manifest["homes"], strict=True):
+            for names in saved["pinned"]:
+                home.preload(names, pin=True)
         undo.pop_all()
     return Restored({home.name: home for home in homes if isinstance(home, Tenant)}, pages)
 
@@ -104,19 +110,29 @@ def _homes(tenants: Mapping[str, Tenant]) -> list[Tenant | Group]:
 
 
 def _shelf(home: Tenant | Group) -> dict[str, Any]:
-    """What was published, as arguments of `publish`: every version, so that numbers go on where they were."""
+    """What was published, as arguments of `publish`: every version, so that numbers go on where they were. And what
+    the home may have.
+    """
     published = [
         {"name": text.name, "text": text.text, "role": text.role, "mode": str(text.mode), "readers": text.readers}
         | ({"on_update": str(text.on_update)} if isinstance(home, Group) else {})
         for text in home.shelf.everything()
     ]
-    return {"published": published, "root": list(home.shelf.root)}
+    found = {"published": published, "root": list(home.shelf.root), "pinned": [list(names) for names in home.pinned]}
+    if isinstance(home, Group):
+        return {**found, "kv_limit": home.kv_limit}
+    return {**found, "pools": {tier.name: [quota.reserve, quota.limit] for tier, quota in home.quotas.items()}}
 
 
-def _group(tenant: Tenant | Group, name: str) -> Group:
+def _tenant(tenant: Callable[..., Tenant], saved: dict[str, Any]) -> Tenant:
+    pools = {f"{tier.lower()}_pool": Quota(reserve, limit) for tier, (reserve, limit) in saved["pools"].items()}
+    return tenant(saved["name"], **pools)
+
+
+def _group(tenant: Tenant | Group, saved: dict[str, Any]) -> Group:
     if not isinstance(tenant, Tenant):
-        raise ConfigError(f"the snapshot has a group {name!r} inside a group")
-    return tenant.group(name)
+        raise ConfigError(f"the snapshot has a group {saved['name']!r} inside a group")
+    return tenant.group(saved["name"], kv_limit=saved["kv_limit"])
 
 
 def _check_bits(services: Services, tokens: list[int], k: Any, v: Any) -> None:

@@ -54,7 +54,7 @@ class _AgentHome(Home[Agent]):
             scope = Scope(self.scope.tenant, self.scope.group, services.unique_id(self.scope.tenant, "preload"))
             conversation = Conversation(services.encoder, scope)
             conversation.extend([conversation.item(self.shelf.resolve(name, "preload")) for name in names])
-            texts = Preload(services, scope, conversation.spans(generate=False), pin=pin)
+            texts = Preload(services, scope, tuple(names), conversation.spans(generate=False), pin=pin)
             self._preloads[texts] = None
         try:
             texts.compute()
@@ -63,6 +63,11 @@ class _AgentHome(Home[Agent]):
             raise
         if not pin:
             self._forget(texts)
+
+    @property
+    def pinned(self) -> tuple[tuple[str, ...], ...]:
+        """The runs of texts that were preloaded to stay, by name."""
+        return tuple(texts.names for texts in self._preloads if texts.pin)
 
     def _close_scope(self) -> None:
         """Everybody has left: the pages of what was published here go."""
@@ -87,6 +92,7 @@ class Tenant(_AgentHome):
         self, services: Services, name: str, tenants: dict[str, "Tenant"], quotas: Mapping[Tier, Quota]
     ) -> None:
         scope = Scope(services.unique_id(name))
+        self.quotas = quotas
         services.memory.open_tenant(scope.tenant, quotas)
         super().__init__(services, name, scope, outer=None)
         self.groups: dict[str, Group] = {}

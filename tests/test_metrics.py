@@ -36,6 +36,8 @@ def test_a_scrape_tells_used_cached_and_free_pages_apart_and_equals_the_statisti
                 for reason, number in memory.misses.items():
                     assert read["inms_jax_kv_missed_tokens_total", reason.value] == number
                 assert read["inms_jax_kv_hit_tokens_total",] == memory.hit_tokens
+                for name in ("quota_refusals", "fragment_tokens", "dropped_sequences", "copies", "evictions"):
+                    assert read[f"inms_jax_kv_{name}_total",] == getattr(memory, name)
                 assert read["inms_jax_prefill_tokens_total",] == work.prefill_tokens > 0
                 assert read["inms_jax_requests_total",] == work.requests
                 assert read["inms_jax_kv_page_bytes",] == llm.page_bytes

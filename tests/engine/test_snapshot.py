@@ -10,7 +10,8 @@ import pytest
 
 from inms_jax import LLM, RequestOutput, SamplingParams, Segment, Tier
 from inms_jax.engine import snapshot_folder
-from inms_jax.errors import ConfigError, SnapshotError
+from inms_jax.errors import CapacityError, ConfigError, SnapshotError
+from inms_jax.memory.quota import Quota
 from tests.tiny import tiny_llm, tiny_model
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -225,6 +226,39 @@ def test_versions_modes_and_roots_come_back(tmp_path: Path) -> None:
         assert team.shelf.visible() == visible
         assert team.shelf.newer("plan", 0)[0].text == PLAN
         assert visible["plan"].version == 2
+
+
+def test_quotas_and_pins_come_back(tmp_path: Path) -> None:
+    quotas = {"global_pool": Quota(reserve=8), "private_pool": Quota(limit=20)}
+    with tiny_llm() as llm:
+        shop = llm.tenant("shop", **quotas)
+        shop.publish("system", SYSTEM)
+        team = shop.group("team", kv_limit=30)
+        team.publish("plan", PLAN)
+        shop.preload(["system"])
+        team.preload(["system", "plan"], pin=True)
+        team.preload(["plan"], pin=False)
+        pinned = llm.stats().memory.held
+        assert pinned > 5
+        llm.save(tmp_path / "kv")
+    with tiny_llm() as llm:
+        shop = llm.restore(tmp_path / "kv").tenants["shop"]
+        assert llm.stats().memory.held == pinned
+        assert (shop.quotas[Tier.GLOBAL], shop.quotas[Tier.PRIVATE]) == (Quota(reserve=8), Quota(limit=20))
+        assert (shop.groups["team"].kv_limit, shop.pinned) == (30, (("system",),))
+        llm.tenant("flood").agent("crowd", [Segment("y" * 900)]).chat("hello", PARAMS)
+        llm.reset_prefix_cache()
+        with pytest.raises(CapacityError, match="its limit is 20 pages"):
+            shop.agent("big", [Segment("z" * 600)]).chat("hello", PARAMS)
+        with pytest.raises(CapacityError):  # what is reserved is not there for another one
+            llm.tenant("greedy", private_pool=Quota(reserve=127 - 7))
+        llm.verify()
+    with tiny_llm() as llm:
+        llm.tenant("greedy", private_pool=Quota(reserve=127 - 7))
+        with pytest.raises(CapacityError):
+            llm.restore(tmp_path / "kv")
+        assert set(llm.stats().tenants) == {"greedy"}
+        assert llm.stats().memory.free == 127
 
 
 def test_an_engine_without_anything_published_has_a_snapshot_too(tmp_path: Path) -> None:
