@@ -228,6 +228,29 @@ def test_versions_modes_and_roots_come_back(tmp_path: Path) -> None:
         assert visible["plan"].version == 2
 
 
+def test_a_fragment_is_read_where_the_snapshot_put_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"fragments": "unchecked", "link_tokens": 5, "num_pages": 256}
+
+    def read(llm: LLM) -> tuple[RequestOutput, int]:
+        agent = llm._tenants["shop"].agent("ann", ["system", Segment(SECRET), "document"])
+        before = llm.stats().work.prefill_tokens
+        output = agent.chat("When?", PARAMS)
+        return output, llm.stats().work.prefill_tokens - before
+
+    with tiny_llm(**options) as llm:
+        shop = llm.tenant("shop")
+        shop.publish("system", SYSTEM)
+        shop.publish("document", "The release is on Thursday, and the port is 8443. " * 4, mode="fragment")
+        first, cold = read(llm)
+        llm.save(tmp_path / "kv")
+    with tiny_llm(**options) as llm:
+        llm.restore(tmp_path / "kv")
+        again, warm = read(llm)
+        same([first], [again])
+        assert again.num_fragment_tokens == first.num_fragment_tokens > 100
+        assert warm <= cold - first.num_fragment_tokens
+
+
 def test_quotas_and_pins_come_back(tmp_path: Path) -> None:
     quotas = {"global_pool": Quota(reserve=8), "private_pool": Quota(limit=20)}
     with tiny_llm() as llm:

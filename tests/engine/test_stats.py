@@ -63,6 +63,21 @@ def test_figures_by_tier_group_and_agent_add_up() -> None:
         assert llm._tenants["shop"].stats() == shop
 
 
+def test_what_fragments_saved_is_counted_and_told_apart() -> None:
+    with tiny_llm(fragments="unchecked", link_tokens=5, num_pages=256) as llm:
+        shop = llm.tenant("shop")
+        shop.publish("system", SYSTEM)
+        shop.publish("document", "The release is on Thursday. The database is called orders. " * 3, mode="fragment")
+        agents = [shop.agent(name, ["system", Segment(f"I am {name}."), "document"]) for name in ("ann", "bob")]
+        for agent in agents:
+            output = agent.chat("When?", PARAMS)
+            work = agent.stats().work
+            assert work.fragment_tokens == output.num_fragment_tokens > 0
+            assert work.prompt_tokens == work.saved_prefill_tokens + work.computed_tokens
+            assert work.saved_prefill_tokens == output.num_cached_tokens + output.num_fragment_tokens
+        assert shop.stats().work.fragment_tokens == sum(agent.stats().work.fragment_tokens for agent in agents)
+
+
 def test_those_that_left_count_for_their_group_until_it_goes() -> None:
     with tiny_llm() as llm:
         ann, bob = members(llm)

@@ -49,7 +49,8 @@ def test_the_documentation_names_what_exists() -> None:
     calls = set(re.findall(r"`([a-z_]+)(?:\(|`)", text))
     named = {
         "register", "begin_turn", "match", "prefill", "commit_prefill", "decode", "commit_decode", "row", "end_turn",
-        "release", "fork", "open_scope", "close_scope", "stats", "pages", "events", "verify",
+        "release", "fork", "open_scope", "close_scope", "stats", "pages", "events", "verify", "open_tenant",
+        "hold_scope", "drop_scope", "pin", "empty", "evict_cached", "clear", "shared_blocks",
     }  # fmt: skip
     assert named <= calls
     assert all(hasattr(inms_jax.memory.MemoryManager, name) for name in named)
