@@ -29,10 +29,13 @@ def _twin(part: Partition, parent: Sequence, scope: Scope) -> Sequence:
             forecast.add(book, len(must_copy))
     missing = max([forecast.missing, *forecast.over().values()])
     if missing:
+        if forecast.missing:
+            part.commons.require_all()
         raise CapacityError(
             f"Cannot fork {parent.name} in its turn: {len(must_copy)} pages for copies are needed, "
             f"{len(must_copy) - missing} are available. Fork between turns or enlarge the pool."
         )
+    part.claim(forecast.claim(part.store.pools.values()))
     child = _share(part, parent, scope)
     child.state = SequenceState.IDLE if parent.in_turn else parent.state
     for seq in must_copy:

@@ -6,13 +6,14 @@ committed after the step was dispatched. Knows nothing of the device, of text, o
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, StateError
 from inms_jax.memory import audit
-from inms_jax.memory.commons import Commons
+from inms_jax.memory.commons import Commons, Crowded
 from inms_jax.memory.events import KVEvent, KVEventKind
 from inms_jax.memory.fingerprint import CacheIdentity, Fingerprints, HashFunction, keyed_blake2b
 from inms_jax.memory.forking import fork
@@ -29,6 +30,8 @@ from inms_jax.memory.stats import Admission, MatchResult, MemoryStats, PageInfo,
 from inms_jax.memory.tier import Scope, Tier
 from inms_jax.memory.totals import Totals
 from inms_jax.memory.turns import begin_turn, end_turn
+
+T = TypeVar("T")
 
 __all__ = ["MemoryManager", "PrefillChunk", "SequenceHandle"]
 
@@ -59,7 +62,8 @@ class MemoryManager:
         self.num_pages = num_pages
         self.block_size = block_size
         self.pool_mode = pool_mode
-        self._lock = threading.RLock()
+        # Held by who adds or removes a tenant, and by who takes the locks of all, in the order in which they came.
+        self._tenants_lock = threading.RLock()
         self._provisional_decode = provisional_decode
         fingerprints = Fingerprints(identity, hash_function or keyed_blake2b(secrets.token_bytes(32)))
         self._commons = Commons(PagePool(num_pages), Ledger(num_pages - 1), fingerprints, enable_prefix_caching)
@@ -76,13 +80,13 @@ class MemoryManager:
         limited to what it reserves.
         """
         quotas = {tier: for_mode(quotas.get(tier, Quota()), self.pool_mode) for tier in Tier}
-        with self._lock:
+        with self._all() as parts:
             if tenant in self._parts:
                 raise StateError(f"Tenant {tenant!r} is open already.")
-            for owner, seq in room_for_reserves(tenant, quotas.values(), self._commons.ledger, self._parts.values()):
+            for owner, seq in room_for_reserves(tenant, quotas.values(), self._commons.ledger, parts):
                 owner.drop(seq)
                 owner.settle()
-            self._add_tenant(tenant).set_quotas(quotas)
+            self._add_tenant(tenant, quotas)
 
     def close_tenant(self, tenant: str) -> None:
         """Give up what the tenant reserved and its limits. Its sequences go on until they are released."""
@@ -135,8 +139,12 @@ class MemoryManager:
         `new_scope`: the scope of what is generated from now on (a new lineage after a fork). Raises CapacityError
         when the turn can never fit; returns `admitted=False`, with nothing changed, when it can later.
         """
-        with self._sequence(handle) as (part, seq):
-            return begin_turn(part, seq, context, max_new_tokens=max_new_tokens, new_scope=new_scope, branches=branches)
+        return self._with_room(
+            handle,
+            lambda part, seq: begin_turn(
+                part, seq, context, max_new_tokens=max_new_tokens, new_scope=new_scope, branches=branches
+            ),
+        )
 
     def match(self, handle: SequenceHandle) -> MatchResult:
         """Advance over blocks that the index holds. "wait": the next block is being computed by another sequence."""
@@ -155,10 +163,13 @@ class MemoryManager:
         """
         if budget < 1:
             raise InvalidRequestError(f"A prefill budget is at least 1 token, got {budget}.")
-        with self._sequence(handle) as (part, seq):
+
+        def plan(part: Partition, seq: Sequence) -> PrefillChunk:
             require_prefill(seq)
             part.advance_hits(seq)
             return part.writer.plan_prefill(seq, budget, part.sequences)
+
+        return self._with_room(handle, plan)
 
     def commit_prefill(self, handle: SequenceHandle, chunk: PrefillChunk) -> None:
         """The chunk's step was dispatched: its blocks may be read by others from now on."""
@@ -169,11 +180,14 @@ class MemoryManager:
 
     def decode(self, handle: SequenceHandle, token: int) -> DecodeSlot:
         """Plan the write of one generated token after everything written so far."""
-        with self._sequence(handle) as (part, seq):
+
+        def plan(part: Partition, seq: Sequence) -> DecodeSlot:
             if seq.state is not SequenceState.ACTIVE:
                 raise StateError(f"{seq.name} is {seq.state.value!r}: decode needs a prefilled prompt.")
             require_no_plan(seq)
             return part.writer.plan_decode(seq, token, part.sequences)
+
+        return self._with_room(handle, plan)
 
     def commit_decode(self, handle: SequenceHandle) -> None:
         """The step that writes the planned token was dispatched."""
@@ -207,8 +221,9 @@ class MemoryManager:
         parent is in its turn and there is no page for the copy that it must make now. With `reserve_from_parent`
         it is a branch of the running turn (n > 1): it decodes on, on its share of what the turn reserved.
         """
-        with self._sequence(handle) as (part, parent):
-            return fork(part, parent, scope, reserve_from_parent=reserve_from_parent).handle
+        return self._with_room(
+            handle, lambda part, parent: fork(part, parent, scope, reserve_from_parent=reserve_from_parent).handle
+        )
 
     def release(self, handle: SequenceHandle) -> None:
         """End a sequence, in any state. Its handle is stale from then on."""
@@ -237,13 +252,13 @@ class MemoryManager:
 
     def evict_cached(self) -> int:
         """Free every cached page; the number freed."""
-        with self._lock:
-            return sum(part.store.evict_all() for part in self._parts.values())
+        with self._all() as parts:
+            return sum(part.store.evict_all() for part in parts)
 
     def clear(self) -> None:
         """Forget all KV that no turn needs: idle sequences are dropped, pinned ones too, cached pages freed."""
-        with self._lock:
-            for part in self._parts.values():
+        with self._all() as parts:
+            for part in parts:
                 for seq in part.sequences:
                     if not seq.in_turn:
                         part.drop(seq)
@@ -254,18 +269,18 @@ class MemoryManager:
     # Views
 
     def stats(self) -> MemoryStats:
-        with self._lock:
-            return audit.statistics(self._commons, list(self._parts.values()), self._past)
+        with self._all() as parts:
+            return audit.statistics(self._commons, parts, self._past)
 
     def pages(self) -> list[PageInfo]:
         """Every page that is not free."""
-        with self._lock:
-            return audit.page_map(list(self._parts.values()))
+        with self._all() as parts:
+            return audit.page_map(parts)
 
     def shared_blocks(self) -> list[SharedBlock]:
         """The keyed GLOBAL and GROUP blocks, each after the one it follows."""
-        with self._lock:
-            return shared_blocks([part.store.index for part in self._parts.values()])
+        with self._all() as parts:
+            return shared_blocks([part.store.index for part in parts])
 
     def events(self, since: int = 0) -> tuple[KVEvent, ...]:
         """What happened to keyed pages after event number `since`."""
@@ -273,28 +288,42 @@ class MemoryManager:
 
     def verify(self) -> None:
         """Raise StateError, with all the numbers, unless every invariant holds."""
-        with self._lock:
-            audit.verify(self._commons, list(self._parts.values()))
+        with self._all() as parts:
+            audit.verify(self._commons, parts)
 
     # Inside
 
     @contextmanager
     def _tenant(self, tenant: str, *, new: bool = False) -> Iterator[Partition]:
         """The tenant, for one operation; afterwards its claims are settled, and it is gone if nothing is left."""
-        with self._lock:
+        while True:
             part = self._parts.get(tenant)
             if part is None:
-                if not new:
-                    raise ClosedError(f"{tenant!r} is not one of the {len(self._parts)} open tenants.")
-                part = self._add_tenant(tenant)
+                part = self._find_tenant(tenant, new=new)
+            part.lock.acquire()
+            if not part.gone:
+                break
+            part.lock.release()
+        try:
+            yield part
+        finally:
+            part.settle()
+            part.lock.release()
+            if part.is_empty:
+                self._remove_tenant(part)
+
+    @contextmanager
+    def _all(self) -> Iterator[list[Partition]]:
+        """Every tenant, for one operation."""
+        with self._tenants_lock, ExitStack() as locks:
+            parts = list(self._parts.values())
+            for part in parts:
+                locks.enter_context(part.lock)
+            before, self._commons.owner = self._commons.owner, threading.get_ident()
             try:
-                yield part
+                yield parts
             finally:
-                part.settle()
-                if part.is_empty:
-                    self._past.include(part.totals)
-                    self._commons.stores.remove(part.store)
-                    del self._parts[tenant]
+                self._commons.owner = before
 
     @contextmanager
     def _sequence(self, handle: SequenceHandle) -> Iterator[tuple[Partition, Sequence]]:
@@ -302,8 +331,26 @@ class MemoryManager:
         with self._tenant(self._registry.get(handle).scope.tenant) as part:
             yield part, self._registry.get(handle)
 
-    def _add_tenant(self, tenant: str) -> Partition:
-        part = self._parts[tenant] = Partition(
+    def _with_room(self, handle: SequenceHandle, operate: Callable[[Partition, Sequence], T]) -> T:
+        """An operation that may need pages which other tenants must give up first; then it is begun anew."""
+        try:
+            with self._sequence(handle) as (part, seq):
+                return operate(part, seq)
+        except Crowded:
+            with self._all(), self._sequence(handle) as (part, seq):
+                return operate(part, seq)
+
+    def _find_tenant(self, tenant: str, *, new: bool) -> Partition:
+        with self._tenants_lock:
+            part = self._parts.get(tenant)
+            if part is None:
+                if not new:
+                    raise ClosedError(f"{tenant!r} is not one of the {len(self._parts)} open tenants.")
+                part = self._add_tenant(tenant, {})
+            return part
+
+    def _add_tenant(self, tenant: str, quotas: Mapping[Tier, Quota]) -> Partition:
+        part = Partition(
             self._commons,
             self._registry,
             tenant,
@@ -311,4 +358,14 @@ class MemoryManager:
             block_size=self.block_size,
             provisional_decode=self._provisional_decode,
         )
+        part.set_quotas(quotas, declared=bool(quotas))
+        self._parts[tenant] = part  # from now on others see it
         return part
+
+    def _remove_tenant(self, part: Partition) -> None:
+        with self._tenants_lock, part.lock:
+            if part.is_empty and not part.gone:
+                part.gone = True
+                self._past.include(part.totals)
+                self._commons.stores.remove(part.store)
+                del self._parts[part.tenant]

@@ -1,12 +1,14 @@
 """Everything of one tenant: its pages, sequences, quotas and totals, and the checks that operations begin with.
 
 No page is shared by two tenants, since keys contain the tenant, so no operation on one looks into another but to find
-room. Knows nothing of locks, nor of what an operation is made of: see `turns`, `room`, `forking` and `writing`.
+room. Knows nothing of who takes its lock, nor of what an operation is made of: see `turns`, `room`, `forking` and
+`writing`.
 """
 
+import threading
 from collections.abc import Mapping
 
-from inms_jax.errors import ClosedError, ConfigError, StateError, VisibilityError
+from inms_jax.errors import CapacityError, ClosedError, ConfigError, StateError, VisibilityError
 from inms_jax.memory.commons import Commons
 from inms_jax.memory.lifecycle import SEQUENCE_TRANSITIONS, SequenceEvent, SequenceState, advance
 from inms_jax.memory.quota import Book, Quota
@@ -18,7 +20,10 @@ from inms_jax.memory.writing import Writer
 
 
 class Partition:
-    """What operations work on; changed under the manager's lock only. `peers`: all tenants by name, this one too."""
+    """What operations work on; changed under `lock` only. `peers`: all tenants by name, this one too.
+
+    `gone`: nothing was left of it, and a tenant that comes under its name is another one.
+    """
 
     def __init__(
         self,
@@ -38,14 +43,16 @@ class Partition:
         self.writer = Writer(self.store, provisional_decode=provisional_decode)
         self.sequences: dict[Sequence, None] = {}
         self.totals = self.store.totals
-        self._commons = commons
+        self.commons = commons
+        self.lock = threading.RLock()
+        self.gone = False
         self._registry = registry
         self._claimed = 0
         self.declared = False
 
     def tick(self) -> int:
         """The next moment."""
-        return next(self._commons.clock)
+        return next(self.commons.clock)
 
     def settle(self) -> None:
         """Tell the ledger what the pools claim now."""
@@ -53,6 +60,15 @@ class Partition:
         if claim != self._claimed:
             self.ledger.change(claim - self._claimed)
             self._claimed = claim
+
+    def claim(self, pages: int) -> None:
+        """Claim `pages` in all before doing what needs them; Crowded when other tenants were faster."""
+        more = pages - self._claimed
+        if more > 0:
+            if not self.ledger.claim(more):
+                self.commons.require_all()
+                raise CapacityError(f"{more} more pages cannot be claimed: {self.ledger.spare} are left.")
+            self._claimed = pages
 
     def add(self, scope: Scope, readable: frozenset[Scope]) -> Sequence:
         """A new sequence without pages."""

@@ -63,11 +63,12 @@ class PagePool:
 
     def allocate(self, books: tuple[Book, ...] = ()) -> int:
         """Take a free page, with one reference, and charge it to `books`."""
-        if not self._free:
+        try:
+            page = self._free.pop()
+        except IndexError:
             raise CapacityError(
                 f"Cannot allocate 1 page: 0 of {self.num_pages - 1} are free. Close an agent or enlarge the pool."
-            )
-        page = self._free.pop()
+            ) from None
         self._state[page] = advance(PAGE_TRANSITIONS, self._state[page], PageEvent.ALLOCATE, f"Page {page}")
         self._references[page] = 1
         self.recharge(page, books)

@@ -19,6 +19,7 @@ Knows nothing of scopes, of tokens or of who holds a page.
 """
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from inms_jax.errors import ConfigError
@@ -162,6 +163,10 @@ class Forecast:
     def lends(self, book: Book) -> bool:
         """Whether fewer hard pages of it would leave more to other pools."""
         return book.is_pool and self.hard(book) > book.quota.reserve
+
+    def claim(self, pools: Iterable[Book]) -> int:
+        """What the pools would claim."""
+        return sum(max(self.hard(book), book.quota.reserve) for book in pools)
 
     @property
     def grown(self) -> int:

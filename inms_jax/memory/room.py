@@ -21,7 +21,8 @@ from inms_jax.memory.stats import Shortage
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Pages that the turn could have, what it would take to have them, and what is short if they are too few."""
+    """Pages that the turn could have and, unless something is `short`, who must be dropped for it and what its tenant
+    claims then."""
 
     available: int
     claim: int
@@ -40,20 +41,17 @@ def make_room(part: Partition, seq: Sequence, plan: TurnPlan) -> Room:
         forecast.add(book, -pages)
     leaving.let_go(part.store, own)
     dropped: list[tuple[Partition, Sequence]] = []
-    claim = forecast.grown
-    for owner, other in _idle(part, seq):
+    for owner, other in _idle(part, seq, forecast):
         over, missing = forecast.over(), forecast.missing
         if not (over or missing):
             break
         freed = leaving.books(owner.store, other.held)
         if any(book in over or (missing and forecast.lends(book)) for book in freed):
-            before = forecast.grown
             for book, pages in freed.items():
                 forecast.add(book, -pages)
             leaving.let_go(owner.store, other.held)
             dropped.append((owner, other))
-            claim += forecast.grown - before if owner is part else 0
-    over = forecast.over()
+    over, claim = forecast.over(), forecast.claim(part.store.pools.values())
     if over:
         worst = max(over, key=lambda book: over[book])
         available = plan.needed - over[worst]
@@ -123,11 +121,12 @@ def room_for_reserves(
     return dropped
 
 
-def _idle(part: Partition, seq: Sequence) -> Iterator[tuple[Partition, Sequence]]:
+def _idle(part: Partition, seq: Sequence, forecast: Forecast) -> Iterator[tuple[Partition, Sequence]]:
     """Sequences that can be dropped: those of the tenant, then those of all others, each the longest idle first."""
-
     yield from (pair for pair in _by_age([part]) if pair[1] is not seq)
-    yield from _by_age(peer for peer in part.peers.values() if peer is not part)
+    if forecast.missing and not forecast.over():
+        part.commons.require_all()
+        yield from _by_age(peer for peer in part.peers.values() if peer is not part)
 
 
 def _by_age(parts: Iterable[Partition]) -> list[tuple[Partition, Sequence]]:

@@ -71,7 +71,7 @@ class PageStore:
         try:
             for owner in owners:
                 pages.append(self._take(owner))  # noqa: PERF401 (what came before an error is given back)
-        except CapacityError:
+        except BaseException:
             for page in pages:
                 self.let_go(page)
             raise
@@ -181,12 +181,15 @@ class PageStore:
                 victim = next((page for page in victims if book in self.pool.books(page)), None)
                 if victim is not None:
                     self.evict(victim)
-        while not self.pool.num_free:
-            if not (self.evict_own(owner.tier) or self._borrow()):
-                break
-        page = self.pool.allocate(books)
-        self.owner[page] = owner
-        return page
+        while True:
+            try:
+                page = self.pool.allocate(books)
+            except CapacityError:
+                if not (self.evict_own(owner.tier) or self._borrow()):
+                    raise
+            else:
+                self.owner[page] = owner
+                return page
 
     def _free(self, page: int) -> None:
         self.pool.retire(page)

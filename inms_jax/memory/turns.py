@@ -61,8 +61,13 @@ def begin_turn(
             part.totals.quota_refusals += 1
         return Admission(False, plan.needed, room.available, room.reason, short=room.short)
     for owner, other in room.dropped:
-        owner.drop(other)
-        owner.settle()
+        if owner is not part:
+            owner.drop(other)
+            owner.settle()
+    part.claim(room.claim)
+    for owner, other in room.dropped:
+        if owner is part:
+            part.drop(other)
     _start(part, seq, plan, after)
     return Admission(True, plan.needed, room.available)
 

@@ -89,7 +89,7 @@ def test_an_agent_may_be_collected_under_any_lock(where: str) -> None:
         held[0].chat("hello", PARAMS)
         services = llm._services
         locks: list[Any] = [llm._core._posting, services.lock, services._name_lock]
-        locks += [services.memory._lock, services.accounts._lock]
+        locks += [services.memory._all(), services.memory._registry._lock, services.accounts._lock]
         collected = threading.Event()
 
         def collect() -> None:
