@@ -1,4 +1,4 @@
-"""The kernel benchmarks run and write what they say they write. Times are read by people, never by tests."""
+"""The benchmarks run and write what they say they write. Times are read by people, never by tests."""
 
 import json
 import subprocess
@@ -95,3 +95,10 @@ def test_accelerator_asks_for_an_accelerator():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--tiny" in done.stderr
+
+
+def test_memory_manager_times_lookups_and_locks(tmp_path):
+    found, printed = run(tmp_path, "memory_manager", "--quick", "--tokens", "2048")
+    assert set(found["lookup_s"]) == {"cached", "cached, given back", "held", "held, given back"}
+    assert {(case["tenants"], len(case["ratios"])) for case in found["locks"]} == {(8, 1), (1, 1)}
+    assert "turns/s with a lock per tenant" in printed
