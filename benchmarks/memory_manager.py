@@ -3,9 +3,9 @@
     python benchmarks/memory_manager.py --json out/memory_manager.json
 
 The first part is compared with prefilling one block of the model, measured in the same run. The second part runs eight
-threads over locks per tenant and over one lock for all, with steps that release the interpreter lock: work on a core, or
-a wait as for a device; outside of operations, or inside of them too, where a key is made. With one tenant both forms are
-the same, so the ratio there says how far the machine lets ratios stray.
+threads over locks per tenant and over one lock for all, with steps that release the interpreter lock: work on a core,
+or a wait as for a device; outside of operations, or inside of them too, where a key is made. With one tenant both
+forms are the same, so the ratio there says how far the machine lets ratios stray.
 """
 
 import argparse
