@@ -53,7 +53,8 @@ class Membership:
             services.memory.release(self.handle)
         for lineage in self.lineages:
             services.memory.drop_scope(lineage, self.scope)
-        services.accounts.close(self.scope)
+            services.encoder.forget(lineage)
+        services.close_scope(self.scope)
 
     @property
     def _engine(self) -> Services:

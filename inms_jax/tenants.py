@@ -74,7 +74,7 @@ class _AgentHome(Home[Agent]):
         for texts in list(self._preloads):
             self._forget(texts)
         self._services.memory.drop_scope(self.scope)
-        self._services.accounts.close(self.scope)
+        self._services.close_scope(self.scope)
 
     def _forget(self, texts: Preload) -> None:
         with contextlib.suppress(KeyError):  # somebody else does it
@@ -170,6 +170,7 @@ class Tenant(_AgentHome):
             agent.close()
         self._close_scope()
         self._services.memory.close_tenant(self.scope.tenant)
+        self._services.forget_tenant(self.scope.tenant)
         with self._services.lock:
             self._tenants.pop(self.name, None)
 

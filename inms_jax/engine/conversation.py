@@ -58,25 +58,30 @@ Newer = Callable[[str, int], tuple[Published, ...]]
 class SpanEncoder:
     """Text to token spans for one model, remembering what it has encoded (published text comes often)."""
 
-    CACHED_CHARACTERS = 16 * 2**20
+    CACHED_CHARACTERS = 4 * 2**20  # a character takes about ten bytes with its share of the token ids
+    SPAN_CHARACTERS = 100  # what a span takes besides, in the same measure
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, rules: Rules) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.rules = rules
-        self._spans: dict[tuple[str, Scope, str | None], Span] = {}
+        self._spans: dict[Scope, dict[tuple[str, str | None], Span]] = {}
         self._characters = 0
 
     def span(self, text: str, scope: Scope, published: str | None = None) -> Span:
-        key = (text, scope, published)
-        found = self._spans.get(key)
+        found = self._spans.get(scope, {}).get((text, published))
         if found is None:
             found = Span(tuple(self.tokenizer.encode(text)), scope, published is not None, published)
-            self._characters += len(text)
+            self._characters += len(text) + self.SPAN_CHARACTERS
             if self._characters > self.CACHED_CHARACTERS:
-                self._spans, self._characters = {}, len(text)
-            self._spans[key] = found
+                self._spans, self._characters = {}, len(text) + self.SPAN_CHARACTERS
+            self._spans.setdefault(scope, {})[text, published] = found
         return found
+
+    def forget(self, scope: Scope) -> None:
+        """Keep no text of `scope` any longer: whoever it was of is gone."""
+        gone = self._spans.pop(scope, {})
+        self._characters -= sum(len(text) + self.SPAN_CHARACTERS for text, _ in gone)
 
     def parts(
         self,

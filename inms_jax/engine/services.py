@@ -32,7 +32,8 @@ class Services:
     config: EngineConfig
     accounts: Accounts = field(default_factory=Accounts)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    _generations: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    _generations: dict[str, Counter[tuple[str, ...]]] = field(default_factory=dict)
+    """Of the names inside each tenant, by its id; of tenants themselves under ""."""
     _name_lock: threading.Lock = field(default_factory=threading.Lock)
     _requests: itertools.count = field(default_factory=itertools.count)
 
@@ -48,8 +49,19 @@ class Services:
     def unique_id(self, *path: str) -> str:
         """The last name of `path` with its generation: a name used again after close is a new thing."""
         with self._name_lock:
-            self._generations[path] += 1
-            return f"{path[-1]}#{self._generations[path]}"
+            names = self._generations.setdefault(path[0] if len(path) > 1 else "", Counter())
+            names[path] += 1
+            return f"{path[-1]}#{names[path]}"
+
+    def forget_tenant(self, tenant: str) -> None:
+        """The tenant of this id is closed, and an id is never given again: nobody asks for names inside it."""
+        with self._name_lock:
+            self._generations.pop(tenant, None)
+
+    def close_scope(self, scope: Scope) -> None:
+        """An agent, group or tenant is gone: its work counts for its home, its texts are kept no longer."""
+        self.accounts.close(scope)
+        self.encoder.forget(scope)
 
     def request_id(self) -> str:
         """An id for logs and abort; results never depend on it."""

@@ -102,3 +102,18 @@ def test_memory_manager_times_lookups_and_locks(tmp_path):
     assert set(found["lookup_s"]) == {"cached", "cached, given back", "held", "held, given back"}
     assert {(case["tenants"], len(case["ratios"])) for case in found["locks"]} == {(8, 1), (1, 1)}
     assert "turns/s with a lock per tenant" in printed
+
+
+def test_a_long_run_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found, _ = run(tmp_path, "long_run", "--requests", "300", "--every", "100")
+    assert len(found["samples"]) == 3
+    assert found["samples"][-1]["requests"] >= 300
+    assert [entry["pages_held"] for entry in found["samples"]] == [0, 0, 0]
+    assert [entry["pages_reserved"] for entry in found["samples"]] == [0, 0, 0]
+    assert len({entry["compiled_programs"] for entry in found["samples"]}) == 1, "something compiled late"
+    kept = found["objects_at_end"]
+    for name in ("Tenant", "Group", "Agent", "Membership", "Request", "Pending", "Stream", "Branch"):
+        assert name not in kept, f"{kept[name]} objects {name} are kept"
+    assert kept["Span"] < 60, "texts of closed tenants are kept"  # of 50 plain prompts
+    assert found["grown"]["threads"] == 0
