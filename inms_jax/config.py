@@ -42,7 +42,7 @@ class EngineConfig:
     """How an engine runs. Names follow vLLM where it has one.
 
     block_size: tokens per page, a power of two in 8..512.
-    kv_cache_memory: bytes of device memory for KV pages.
+    kv_cache_memory: bytes of device memory for KV pages, on each device.
     kv_cache_dtype: "auto" (the weights' dtype), "float32", "bfloat16" or "float16".
     max_num_seqs: sequences decoded in one step.
     max_num_batched_tokens: prompt tokens of one prefill step (a chunk); a power of two of at least 64.
@@ -52,6 +52,7 @@ class EngineConfig:
     seed: seed of requests that carry none.
     pool_mode: "elastic" (pools of tenants have what they reserve and borrow up to their limits) or "reserved" (a pool
         that reserves pages has exactly those).
+    tensor_parallel_size: devices that share one model; see models/partition.py for what is cut.
     """
 
     block_size: int = 128
@@ -66,6 +67,7 @@ class EngineConfig:
     link_tokens: int = 16
     seed: int = 0
     pool_mode: str = "elastic"
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         _require_int("block_size", self.block_size, 8, 512)
@@ -86,6 +88,7 @@ class EngineConfig:
         _require_int("seed", self.seed, 0)
         if self.pool_mode not in ("elastic", "reserved"):
             raise ConfigError(f"pool_mode must be elastic or reserved, got {self.pool_mode!r}")
+        _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -13,6 +13,7 @@ import jax
 from inms_jax.config import MAX_STOP_IDS, EngineConfig, SamplingParams, parse_bytes, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
 from inms_jax.engine.core import EngineCore
+from inms_jax.engine.devices import partition_over
 from inms_jax.engine.fragments import Rules
 from inms_jax.engine.levels import split_entries
 from inms_jax.engine.outputs import RequestOutput
@@ -81,14 +82,16 @@ class LLM:
         self.deterministic = on_cpu if config.deterministic is None else config.deterministic
 
         kv_type = kv_dtype(config, loaded.params)
-        self.page_bytes = loaded.config.kv_bytes_per_token(kv_type.itemsize) * config.block_size
+        partition = partition_over(loaded.config, config.tensor_parallel_size)
+        local = loaded.config if partition is None else partition.local  # what one device computes
+        self.page_bytes = local.kv_bytes_per_token(kv_type.itemsize) * config.block_size
         num_pages = config.kv_cache_bytes // self.page_bytes
         self.max_model_len = self._model_len(num_pages)
         self._identity = CacheIdentity(
             model_id=loaded.model_id,
             weights_version=loaded.weights_version,
             dtype=f"{dtype}/{kv_type}",
-            layout="LP K B H",
+            layout="LP K B H" if partition is None else f"LP K B H over {partition.size}",
             rope=repr(loaded.config.rope),
             block_size=config.block_size,
         )
@@ -102,8 +105,8 @@ class LLM:
         )
         decode_buckets, prefill_buckets = config.decode_buckets, config.prefill_buckets
         if self.deterministic:
-            decode_buckets = agreeing_buckets(loaded.config, decode_buckets)
-            prefill_buckets = agreeing_buckets(loaded.config, prefill_buckets)
+            decode_buckets = agreeing_buckets(local, decode_buckets)
+            prefill_buckets = agreeing_buckets(local, prefill_buckets)
             if (decode_buckets, prefill_buckets) != (config.decode_buckets, config.prefill_buckets):
                 log.warning(
                     "row counts round differently on this machine: deterministic mode uses one decode batch size (%s) "
@@ -112,11 +115,11 @@ class LLM:
                     prefill_buckets,
                 )
         slots = split_entries(config.block_size) * config.block_size
-        share_reads = not self.deterministic or shared_rows_agree(loaded.config, slots)
+        share_reads = not self.deterministic or shared_rows_agree(local, slots)
         if not share_reads:
             log.warning("shared pages are read once per row: on this machine reading them together changes rounding")
         self._core = EngineCore(
-            Runner(loaded.config, loaded.params, config, num_pages=num_pages),
+            Runner(loaded.config, loaded.params, config, num_pages=num_pages, partition=partition),
             memory,
             loaded.tokenizer,
             config,

@@ -21,7 +21,7 @@ from inms_jax.cache.page_table import KVPages
 from inms_jax.kernels.paged_attention.api import Level
 from inms_jax.models.attention import attend
 from inms_jax.models.config import ModelConfig
-from inms_jax.models.layers import DecoderLayer, rms_norm
+from inms_jax.models.layers import WHOLE, Cut, DecoderLayer, rms_norm
 from inms_jax.models.rope import angles, apply_rope, inverse_frequencies
 
 Params: TypeAlias = dict[str, Any]
@@ -73,17 +73,19 @@ def forward(
     write_slot: Int32[Array, " T"],
     logit_rows: Int32[Array, " Z"],
     *,
+    cut: Cut = WHOLE,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "Z V"], KVPages]:
     """Logits of the rows named by `logit_rows`, in float32, and the pages with T tokens written.
 
     Every row reads its levels after all T tokens of the layer are written; rows with `write_page` 0 write
     nothing. `levels` partition what a row may read, itself included. `kv_pages` should be donated by the
-    caller's jit.
+    caller's jit. With a `cut`, params, pages and `config` are one device's part inside a shard_map, and so are
+    not the logits, which are whole.
     """
     inv_freq = jnp.asarray(inverse_frequencies(config))
     cos, sin = angles(positions, inv_freq)
-    layer = DecoderLayer(config, params["embed"].dtype)
+    layer = DecoderLayer(config, params["embed"].dtype, cut)
 
     def run_layer(
         weights: Mapping[str, Array], x: Float[Array, "T D"], kv: KVPages, index: int | Int32[Array, ""]
@@ -112,7 +114,7 @@ def forward(
         out: Array = layer.apply({"params": weights}, x, attention)  # type: ignore[assignment]
         return out, written
 
-    x = params["embed"].at[tokens].get(mode="clip")  # T D
+    x = _embed(params["embed"], tokens, cut)  # T D
     if isinstance(params["layers"], Mapping):
 
         def body(
@@ -127,11 +129,22 @@ def forward(
         for index, weights in enumerate(params["layers"]):
             x, kv_pages = run_layer(weights, x, kv_pages, index)
 
-    return _head(params, config, x, logit_rows), kv_pages
+    return _head(params, config, x, logit_rows, cut), kv_pages
+
+
+def _embed(table: Float[Array, "V D"], tokens: Int32[Array, " T"], cut: Cut) -> Float[Array, "T D"]:
+    if cut.vocab is None:
+        return table.at[tokens].get(mode="clip")
+    # One device has the row, the others add zeros.
+    row = tokens - lax.axis_index(cut.vocab) * table.shape[0]
+    here = (row >= 0) & (row < table.shape[0])
+    part = jnp.where(here[:, None], table.at[row].get(mode="clip"), jnp.zeros((), table.dtype))
+    found: Array = lax.psum(part, cut.vocab)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _head(
-    params: Params, config: ModelConfig, x: Float[Array, "T D"], logit_rows: Int32[Array, " Z"]
+    params: Params, config: ModelConfig, x: Float[Array, "T D"], logit_rows: Int32[Array, " Z"], cut: Cut
 ) -> Float[Array, "Z V"]:
     Z = logit_rows.shape[0]
     # A product of one row rounds differently from all larger ones, so there are always two.
@@ -142,4 +155,5 @@ def _head(
     logits = lax.dot_general(
         x, table, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
-    return logits[:Z]
+    logits = logits[:Z]
+    return logits if cut.vocab is None else lax.all_gather(logits, cut.vocab, axis=1, tiled=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
+from inms_jax.cache.page_cut import PageCut
 from inms_jax.cache.page_table import KVPages
 from inms_jax.kernels.page_copy.api import page_copy
 from inms_jax.kernels.rope_shift.api import rope_shift
@@ -39,11 +40,15 @@ def write_tokens(
     return KVPages(k=put(kv.k, k), v=put(kv.v, v), num_layers=kv.num_layers)
 
 
-@partial(jax.jit, donate_argnames=("kv",))
-def copy_pages(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"]) -> KVPages:
+@partial(jax.jit, donate_argnames=("kv",), static_argnames=("cut",))
+def copy_pages(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"], *, cut: PageCut | None = None) -> KVPages:
     """Copy page `src[i]` to page `dst[i]` in all layers; pad with 0 -> 0. `kv` is donated. One caller: the
-    runner.
+    runner. `cut`: over several devices, each of which copies its part.
     """
+    return _copy(kv, src, dst) if cut is None else cut.on_each_device(_copy, kv, src, dst)
+
+
+def _copy(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"]) -> KVPages:
     return KVPages(
         k=page_copy(kv.k, src, dst, num_layers=kv.num_layers),
         v=page_copy(kv.v, src, dst, num_layers=kv.num_layers),
@@ -51,17 +56,31 @@ def copy_pages(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"]) ->
     )
 
 
-@partial(jax.jit, donate_argnames=("kv",))
+@partial(jax.jit, donate_argnames=("kv",), static_argnames=("cut",))
 def shift_pages(
     kv: KVPages,
     src: Int32[Array, " C"],
     dst: Int32[Array, " C"],
     delta: Int32[Array, " C"],
     inv_freq: Float[Array, " h"],
+    *,
+    cut: PageCut | None = None,
 ) -> KVPages:
     """Copy page `src[i]` to page `dst[i]` in all layers, its keys rotated to stand `delta[i]` positions later;
     pad with 0 -> 0, delta 0. `kv` is donated. Give the page that was computed, not an earlier shift of it.
     """
+    if cut is not None:
+        return cut.on_each_device(_shift, kv, src, dst, delta, inv_freq)
+    return _shift(kv, src, dst, delta, inv_freq)
+
+
+def _shift(
+    kv: KVPages,
+    src: Int32[Array, " C"],
+    dst: Int32[Array, " C"],
+    delta: Int32[Array, " C"],
+    inv_freq: Float[Array, " h"],
+) -> KVPages:
     return KVPages(
         k=rope_shift(kv.k, src, dst, delta, inv_freq=inv_freq, num_layers=kv.num_layers),
         v=page_copy(kv.v, src, dst, num_layers=kv.num_layers),

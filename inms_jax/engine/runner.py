@@ -25,7 +25,9 @@ from inms_jax.kernels.paged_attention.api import Level
 from inms_jax.kernels.state import register_state
 from inms_jax.memory.plan import StepPlan
 from inms_jax.models.config import ModelConfig
+from inms_jax.models.layers import WHOLE
 from inms_jax.models.llama import forward, unstack_layers
+from inms_jax.models.partition import Partition
 
 COPY_BUCKET = 8
 """Pages of the largest copy program; a plan has a power of two up to it, or whole multiples of it."""
@@ -40,7 +42,7 @@ class StepResult:
     greedy: Greedy
 
 
-@partial(jax.jit, static_argnames=("config", "rows_per_group", "shifted"), donate_argnames=("kv",))
+@partial(jax.jit, static_argnames=("config", "rows_per_group", "shifted", "partition"), donate_argnames=("kv",))
 def step(
     params: Any,
     kv: KVPages,
@@ -55,16 +57,37 @@ def step(
     config: ModelConfig,
     rows_per_group: int,
     shifted: bool,
+    partition: Partition | None = None,
 ) -> tuple[KVPages, StepResult]:
     """One forward pass: writes the KV of T tokens, returns logits of Z of them. `kv` is donated.
 
     `shared` is what several rows of a decode batch read before what `table` says of each. `shifted`: some page is read
-    at another position than it was written at; a table without shifts pays nothing for the possibility.
+    at another position than it was written at; a table without shifts pays nothing for the possibility. `partition`: on
+    several devices, each with its part of params and pages; all compute the same logits.
     """
-    own = table.level(rows_per_group, shifted=shifted)
-    levels = (own,) if shared is None else (shared, own)
-    logits, kv = forward(params, config, tokens, positions, kv, levels, write_page, write_slot, logit_rows)
-    return kv, StepResult(logits=logits, greedy=sampling.greedy(logits))
+
+    def run(
+        params: Any,
+        kv: KVPages,
+        table: PageTable,
+        shared: Level | None,
+        tokens: Int32[Array, " T"],
+        positions: Int32[Array, " T"],
+        write_page: Int32[Array, " T"],
+        write_slot: Int32[Array, " T"],
+        logit_rows: Int32[Array, " Z"],
+    ) -> tuple[KVPages, StepResult]:
+        own = table.level(rows_per_group, shifted=shifted)
+        levels = (own,) if shared is None else (shared, own)
+        model, cut = (config, WHOLE) if partition is None else (partition.local, partition.cut)
+        logits, kv = forward(params, model, tokens, positions, kv, levels, write_page, write_slot, logit_rows, cut=cut)
+        return kv, StepResult(logits=logits, greedy=sampling.greedy(logits))
+
+    rest = (table, shared, tokens, positions, write_page, write_slot, logit_rows)
+    if partition is None:
+        return run(params, kv, *rest)
+    stepped: tuple[KVPages, StepResult] = partition.on_each_device(run, params, kv, *rest)
+    return stepped
 
 
 def compiled_programs() -> int:
@@ -74,23 +97,37 @@ def compiled_programs() -> int:
 
 
 class Runner:
-    """Runs step plans on the device. Not thread-safe: the engine thread is its one caller."""
+    """Runs step plans on the device, or on the devices of `partition`. Not thread-safe: the engine thread is its one
+    caller.
+    """
 
-    def __init__(self, model: ModelConfig, params: Any, config: EngineConfig, *, num_pages: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: Any,
+        config: EngineConfig,
+        *,
+        num_pages: int,
+        partition: Partition | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.num_pages = num_pages
+        self.partition = partition
         platform = jax.default_backend()
-        self._stacked = jax.device_put(params)
+        put = jax.device_put if partition is None else partition.place
+        self._stacked = put(params)
         # Unrolled layers decode twice as fast on CPU, where device_put of host memory is an alias and costs nothing;
         # elsewhere it would be a second copy of the weights.
-        self._by_layer = jax.device_put(unstack_layers(params)) if platform == "cpu" else self._stacked
+        self._by_layer = put(unstack_layers(params)) if platform == "cpu" else self._stacked
         self._no_seen: dict[int, Array] = {}
         self.kv = self._empty_pages()
 
     def _empty_pages(self) -> KVPages:
-        dtype = kv_dtype(self.config, self._stacked)
-        return KVPages.create(self.model, self.num_pages, self.config.block_size, dtype, jax.default_backend())
+        dtype, size, platform = kv_dtype(self.config, self._stacked), self.config.block_size, jax.default_backend()
+        if self.partition is not None:
+            return self.partition.empty_pages(self.num_pages, size, dtype, platform)
+        return KVPages.create(self.model, self.num_pages, size, dtype, platform)
 
     def lost_pages(self, error: Exception) -> bool:
         """Whether a failed step may have damaged the pages: it had taken them over, or the device itself failed."""
@@ -144,7 +181,8 @@ class Runner:
     ) -> StepResult:
         for start in range(0, len(plan.copy_src), COPY_BUCKET):
             part = slice(start, start + COPY_BUCKET)
-            self.kv = copy_pages(self.kv, jnp.asarray(plan.copy_src[part]), jnp.asarray(plan.copy_dst[part]))
+            src, dst = jnp.asarray(plan.copy_src[part]), jnp.asarray(plan.copy_dst[part])
+            self.kv = copy_pages(self.kv, src, dst, cut=self.partition and self.partition.pages)
         result: StepResult
         self.kv, result = step(
             params,
@@ -166,6 +204,7 @@ class Runner:
             config=self.model,
             rows_per_group=rows_per_group,
             shifted=bool(plan.shift.any()),
+            partition=self.partition,
         )
         return result
 

@@ -1,6 +1,7 @@
 """7B and 8B models by the book: whole prefill and decode programs, compiled from shapes, hold weights and pages once.
 
-For CPU, and for a TPU v5p that is not there (needs libtpu, which `make test` installs aside under `.venv/aot`).
+For CPU, for a TPU v5p that is not there, and for four TPU v5e that share the model (both need libtpu, which `make test`
+installs aside under `.venv/aot`).
 """
 
 import functools
@@ -49,7 +50,11 @@ def programs(*arguments: str) -> list[dict[str, Any]]:
 def check(found: dict[str, Any]) -> None:
     model = model_preset(found["model"])
     on_cpu = found["platform"] == "cpu"
-    assert found["weights"] == weight_bytes(model, "float32" if on_cpu else "bfloat16")
+    devices = 4 if found["platform"] == "v5e" else 1
+    # Norms and biases, which every device has whole or in part, are little.
+    assert found["weights"] == pytest.approx(
+        weight_bytes(model, "float32" if on_cpu else "bfloat16") / devices, rel=1e-3
+    )
     for pool, arguments, temporaries, in_place in zip(
         found["pool"], found["arguments"], found["temporaries"], found["in_place"], strict=True
     ):
@@ -58,7 +63,9 @@ def check(found: dict[str, Any]) -> None:
         assert in_place == pool, f"not in place: {found}"
         assert temporaries < 0.1 * pool, f"temporaries of the pool's size: {found}"
     assert found["temporaries"][0] == found["temporaries"][1], f"temporaries grow with the pool: {found}"
-    layer = (found["weights"] - _tables(found)) // model.num_layers
+    # Hidden states cross between devices, and logits; a page or a matrix is larger than both.
+    assert max(found["gathered"]) <= 8 * model.vocab_size
+    layer = (found["weights"] - _tables(found) // devices) // model.num_layers
     if on_cpu and found["prefill"]:
         # XLA on CPU copies what a scan slices: the weights of the layer at hand. Written out layer by layer, as decode
         # is, a program copies nothing and takes far longer to compile; a chunk does more work than such a copy.
@@ -89,8 +96,14 @@ def test_programs_for_a_tpu() -> None:
     check_all("v5p", "llama-2-7b", "qwen3-8b")
 
 
+@needs_libtpu
+def test_programs_for_four_tpus_that_share_a_model() -> None:
+    """A chip has 15.75 GiB: were the larger pool, of 8 GiB, copied, the program would not compile."""
+    check_all("v5e", "llama-2-7b")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("v5p", marks=needs_libtpu)])
+@pytest.mark.parametrize("platform", ["cpu", *(pytest.param(chip, marks=needs_libtpu) for chip in ("v5p", "v5e"))])
 def test_programs_with_full_chunks(platform: str, preset: str) -> None:
     check_all(platform, preset, full=True)
