@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, StateError
+from inms_jax.errors import ClosedError, ConfigError, InmsError, InvalidRequestError, StateError
 from inms_jax.memory import audit
 from inms_jax.memory.commons import Commons, Crowded
 from inms_jax.memory.events import KVEvent, KVEventKind
@@ -23,6 +23,7 @@ from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span
 from inms_jax.memory.pool import PagePool
 from inms_jax.memory.quota import Ledger, Quota, for_mode
 from inms_jax.memory.registry import Registry
+from inms_jax.memory.repair import repair
 from inms_jax.memory.room import room_for_reserves
 from inms_jax.memory.sequence import Sequence
 from inms_jax.memory.shared_blocks import SharedBlock, shared_blocks
@@ -306,7 +307,13 @@ class MemoryManager:
             part.lock.release()
         try:
             yield part
+        except (InmsError, Crowded):  # said before anything was changed
+            raise
+        except BaseException:
+            repair(part, part.working)
+            raise
         finally:
+            part.finish()
             part.settle()
             part.lock.release()
             if part.is_empty:
@@ -322,6 +329,13 @@ class MemoryManager:
             before, self._commons.owner = self._commons.owner, threading.get_ident()
             try:
                 yield parts
+            except (InmsError, Crowded):
+                raise
+            except BaseException:
+                for part in parts:
+                    repair(part, None)
+                    part.settle()
+                raise
             finally:
                 self._commons.owner = before
 
@@ -329,7 +343,8 @@ class MemoryManager:
     def _sequence(self, handle: SequenceHandle) -> Iterator[tuple[Partition, Sequence]]:
         """A live sequence and its tenant, for one operation."""
         with self._tenant(self._registry.get(handle).scope.tenant) as part:
-            yield part, self._registry.get(handle)
+            part.working = self._registry.get(handle)
+            yield part, part.working
 
     def _with_room(self, handle: SequenceHandle, operate: Callable[[Partition, Sequence], T]) -> T:
         """An operation that may need pages which other tenants must give up first; then it is begun anew."""

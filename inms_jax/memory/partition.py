@@ -47,7 +47,9 @@ class Partition:
         self.lock = threading.RLock()
         self.gone = False
         self._registry = registry
-        self._claimed = 0
+        # What the operation that runs now is about, and the sequences that it has made.
+        self.working: Sequence | None = None
+        self._unfinished: list[Sequence] = []
         self.declared = False
 
     def tick(self) -> int:
@@ -56,26 +58,37 @@ class Partition:
 
     def settle(self) -> None:
         """Tell the ledger what the pools claim now."""
-        claim = sum(book.claim for book in self.store.pools.values())
-        if claim != self._claimed:
-            self.ledger.change(claim - self._claimed)
-            self._claimed = claim
+        self.ledger.settle(self.tenant, sum(book.claim for book in self.store.pools.values()))
 
     def claim(self, pages: int) -> None:
         """Claim `pages` in all before doing what needs them; Crowded when other tenants were faster."""
-        more = pages - self._claimed
-        if more > 0:
-            if not self.ledger.claim(more):
-                self.commons.require_all()
-                raise CapacityError(f"{more} more pages cannot be claimed: {self.ledger.spare} are left.")
-            self._claimed = pages
+        if not self.ledger.claim(self.tenant, pages):
+            self.commons.require_all()
+            raise CapacityError(f"{self.tenant!r} cannot claim {pages} pages: {self.ledger.spare} more are left.")
 
     def add(self, scope: Scope, readable: frozenset[Scope]) -> Sequence:
         """A new sequence without pages."""
         seq = self._registry.add(scope, readable)
+        self._unfinished.append(seq)
         self.sequences[seq] = None
         seq.last_used = self.tick()
         return seq
+
+    def finish(self) -> None:
+        """The operation came to its end: who asked for sequences has their handles."""
+        self.working = None
+        self._unfinished.clear()
+
+    def forget_unfinished(self) -> None:
+        """The operation did not: nobody has the handles of the sequences that it made."""
+        for seq in self._unfinished:
+            self.forget(seq)
+        self._unfinished.clear()
+
+    def forget(self, seq: Sequence) -> None:
+        """Nobody can name a sequence any more, which has no pages."""
+        self._registry.remove(seq)
+        self.sequences.pop(seq, None)
 
     # What it is
 
@@ -107,9 +120,10 @@ class Partition:
             raise ConfigError(f"The limit of {account} must be at least 1 page, got {limit}.")
         if not lineages.held(scope):
             self.store.open_scope(scope)
-        lineages.hold(scope, account)
         if limit is not None and account not in self.store.accounts:
             self.store.accounts[account] = Book(account_name(account), Quota(0, limit), is_pool=False)
+        lineages.hold(scope, account)
+        if limit is not None:
             self._pass_charges_on()
 
     def drop_scope(self, scope: Scope, account: Scope) -> None:
@@ -160,8 +174,7 @@ class Partition:
         move(seq, SequenceEvent.RELEASE)
         self.writer.truncate(seq, 0)
         rebook(self.store, seq)
-        self._registry.remove(seq)
-        del self.sequences[seq]
+        self.forget(seq)
 
 
 def account_name(account: Scope) -> str:

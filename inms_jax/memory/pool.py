@@ -69,10 +69,24 @@ class PagePool:
             raise CapacityError(
                 f"Cannot allocate 1 page: 0 of {self.num_pages - 1} are free. Close an agent or enlarge the pool."
             ) from None
-        self._state[page] = advance(PAGE_TRANSITIONS, self._state[page], PageEvent.ALLOCATE, f"Page {page}")
-        self._references[page] = 1
-        self.recharge(page, books)
+        try:
+            self._state[page] = advance(PAGE_TRANSITIONS, self._state[page], PageEvent.ALLOCATE, f"Page {page}")
+            self._references[page] = 1
+            self.recharge(page, books)
+        except BaseException:
+            self.force(page, PageState.FREE, 0)
+            raise
         return page
+
+    def force(self, page: int, state: PageState, references: int) -> None:
+        """Put a page that somebody has, but that is not in order, into a state; what it is charged to is unknown then.
+
+        For repairs: the table of transitions says nothing of an operation that was broken off.
+        """
+        self._state[page], self._references[page], self._books[page] = state, references, ()
+        if state is PageState.FREE:
+            self._generation[page] += 1
+            self._free.append(page)
 
     def retain(self, page: int) -> None:
         """One more holder of a page that is in use; a CACHED page comes back to use."""

@@ -75,6 +75,11 @@ class Book:
         self.states = dict.fromkeys(PageState, 0)
         self.reserved = 0
 
+    def clear(self) -> None:
+        """Forget every page, to count anew."""
+        self.states = dict.fromkeys(PageState, 0)
+        self.reserved = 0
+
     @property
     def held(self) -> int:
         return sum(self.states[state] for state in HELD)
@@ -109,12 +114,13 @@ class Book:
 
 
 class Ledger:
-    """The sum of the claims of all pools, kept at most `total` under its own lock."""
+    """What each tenant's pools claim, the sum of it kept at most `total` under its own lock."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.claimed = 0
         self.reserves = 0
+        self._claims: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -122,23 +128,31 @@ class Ledger:
         """Pages that no pool claims."""
         return self.total - self.claimed
 
-    def claim(self, pages: int) -> bool:
-        """Claim more pages, all or none."""
+    def claim(self, tenant: str, pages: int) -> bool:
+        """The tenant claims `pages` in all from now on, if that fits or is less than before."""
         with self._lock:
-            if self.claimed + pages > self.total:
+            more = pages - self._claims.get(tenant, 0)
+            if more > 0 and self.claimed + more > self.total:
                 return False
-            self.claimed += pages
+            self._set(tenant, pages)
             return True
 
-    def change(self, pages: int) -> None:
-        """Give claims back, or count what was claimed under the lock of everything."""
-        with self._lock:
-            self.claimed += pages
+    def settle(self, tenant: str, pages: int) -> None:
+        """What the tenant claims after an operation, which has claimed before what it needs more."""
+        if self._claims.get(tenant, 0) != pages:
+            with self._lock:
+                self._set(tenant, pages)
 
     def reserve(self, pages: int) -> None:
         """Count what pools reserve more, or less."""
         with self._lock:
             self.reserves += pages
+
+    def _set(self, tenant: str, pages: int) -> None:
+        self.claimed += pages - self._claims.get(tenant, 0)
+        self._claims[tenant] = pages
+        if not pages:
+            del self._claims[tenant]
 
 
 class Forecast:

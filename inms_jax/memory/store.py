@@ -172,6 +172,13 @@ class PageStore:
             if self.pool.books(page) != books:
                 self.pool.recharge(page, books)
 
+    def charge_anew(self) -> None:
+        """Charge every page to the right books, which are empty."""
+        self._books.clear()
+        self._had_accounts = bool(self.accounts)
+        for page, owner in self.owner.items():
+            self.pool.recharge(page, self.books(owner))
+
     def _take(self, owner: Scope) -> int:
         books = self.books(owner)
         for book in books:

@@ -302,7 +302,11 @@ def test_a_reserved_page_can_always_be_had(total: int, pools: list[tuple[int, in
 
 def test_the_ledger_gives_all_or_none():
     ledger = Ledger(5)
-    assert ledger.claim(3)
-    assert not ledger.claim(3)
-    assert ledger.claim(2)
+    assert ledger.claim("x", 3)
+    assert not ledger.claim("y", 3)
+    assert ledger.claim("y", 2)
     assert ledger.spare == 0
+    assert not ledger.claim("x", 4)
+    assert ledger.claim("x", 1)
+    ledger.settle("y", 0)
+    assert ledger.spare == 4
