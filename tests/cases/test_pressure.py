@@ -1,5 +1,6 @@
 """Many agents in little room: what is shared counts once, everybody gets a turn, and a full pool costs no more."""
 
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -77,18 +78,24 @@ def test_five_agents_with_room_for_four_compute_nothing_again_but_their_own_text
 
 
 def _calls(run: Any) -> int:
-    """Function calls that `run` makes: a count, where a time would depend on the machine."""
+    """Function calls that `run` makes: a count, where a time would depend on the machine.
+
+    Nothing is collected meanwhile: finalizers of what earlier tests left behind would be counted too.
+    """
     count = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
