@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from inms_jax.agents import Agent
     from inms_jax.config import EngineConfig, SamplingParams
-    from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput, ScoreOutput
     from inms_jax.engine.segment import Segment, Shared
     from inms_jax.llm import LLM
     from inms_jax.memory.quota import Quota
@@ -32,6 +32,7 @@ _HOMES = {
     "RequestOutput": "engine.outputs",
     "SamplingParams": "config",
     "Scope": "memory.tier",
+    "ScoreOutput": "engine.outputs",
     "Segment": "engine.segment",
     "Shared": "engine.segment",
     "Stats": "stats",
@@ -52,6 +53,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Scope",
+    "ScoreOutput",
     "Segment",
     "Shared",
     "Stats",

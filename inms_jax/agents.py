@@ -13,7 +13,7 @@ from typing import Any
 from inms_jax.config import SamplingParams, sampling_params
 from inms_jax.engine.conversation import Conversation, Item, ReplyItem, TextItem
 from inms_jax.engine.fragments import Decision, Mode
-from inms_jax.engine.outputs import RequestOutput
+from inms_jax.engine.outputs import RequestOutput, ScoreOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
 from inms_jax.engine.request import Request, TurnStart
 from inms_jax.engine.segment import Published, Segment, Shared, message_parts
@@ -23,6 +23,7 @@ from inms_jax.membership import Membership
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
+from inms_jax.scoring import ScoreTurn
 from inms_jax.stats import AgentStats, View
 
 
@@ -152,6 +153,29 @@ class Agent(Handle):
             self._conversation.extend(owned)
 
         self._services.core.call(extend, queue=self)
+
+    def score(self, message: ChatInput | None, answer: str | Sequence[int]) -> ScoreOutput:
+        """How likely `answer` is as the answer to `message`: a log-probability and logits for each of its tokens.
+
+        The conversation stays as it is. `answer` is a text or token ids; without a `message` it answers the
+        conversation so far. Raises what a turn raises.
+        """
+        self._require_open()
+        ids = self._services.core.tokenizer.encode(answer) if isinstance(answer, str) else answer
+        if not ids:
+            raise InvalidRequestError("the answer to score is empty: it must hold at least one token")
+        items = [] if message is None else self._items(message)
+        turn = ScoreTurn(self._services, self.scope, items, tuple(ids), self._to_fork)
+        pending = Pending(self._services.request_id(), self._services.core.abort, self._services)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        self._services.core.submit(Request(pending.request_id, turn, params, pending, queue=self))
+        return turn.output(pending.result())
+
+    def _to_fork(self) -> tuple[SequenceHandle, Conversation, tuple[Item, ...]]:
+        """What a reader of this agent's mind starts from. Engine thread, between turns."""
+        self._require_open()
+        assert self._handle is not None, "an open agent has a sequence"
+        return self._handle, self._conversation, self._conversation.updated(self._home.shelf.newer)
 
     # ---- what it is --------------------------------------------------------------------------------------------
 

@@ -203,7 +203,8 @@ class EngineCore:
             num_entries=self._max_entries,
             num_copies=_copies(len(chunk.copies)),
         )
-        result = self.runner.prefill(plan, count - 1)
+        scored = request.scored_rows(chunk.positions) if work.handle == request.handle else []
+        result = self.runner.prefill(plan, count - 1, scored)
         self.memory.commit_prefill(work.handle, chunk)
         self.counters.prefill_steps += 1
         self.counters.prefill_tokens += count
@@ -211,16 +212,21 @@ class EngineCore:
         if chunk.is_last and work.handle != request.handle:
             self.counters.encoded_fragments += 1
             self.scheduler.fragment_encoded(work)
-        elif chunk.is_last:
-            self._first_tokens(request, result)
+            return
+        if scored:
+            request.add_scores(np.asarray(result.logits), np.asarray(result.greedy.lse), len(scored))
+        if chunk.is_last:
+            request.note_usage(self.memory.usage(work.handle))
+            if request.scored:
+                request.first_token = monotonic()
+                self._end(request, None)
+            else:
+                self._first_tokens(request, result)
 
     def _first_tokens(self, request: Request, result: StepResult) -> None:
         """The prompt is in pages: fork it for each sample and draw the first tokens from its last logits."""
         assert request.handle is not None
         assert request.scope is not None
-        usage = self.memory.usage(request.handle)
-        request.num_cached_tokens, request.num_fragment_tokens = usage.cached_tokens, usage.fragment_tokens
-        request.miss_reasons = {reason.value: tokens for reason, tokens in usage.misses.items()}
         for index in range(request.params.n):
             handle = request.handle
             if index > 0:
@@ -295,10 +301,10 @@ class EngineCore:
         request.error = error
         self.counters.requests += 1
         self.counters.failed_requests += error is not None
-        self.counters.prompt_tokens += len(request.prompt_token_ids) if request.branches else 0
+        self.counters.prompt_tokens += len(request.prompt_token_ids) if request.first_token is not None else 0
         self.counters.cached_tokens += request.num_cached_tokens
         self.counters.fragment_tokens += request.num_fragment_tokens
-        if request.branches and request.start is not None:
+        if request.first_token is not None and request.start is not None:
             self.counters.segments.update(decision.reason.value for decision in request.start.decisions)
         try:  # whatever fails here, the caller gets its answer
             for branch in request.unfinished:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from jaxtyping import Float32
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -51,3 +54,27 @@ class RequestOutput:
     def text(self) -> str:
         """The text of the first answer."""
         return self.outputs[0].text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreOutput:
+    """How likely a given answer is.
+
+    logprobs: natural-log probability of each of its tokens, given the context and the tokens before. logits: what the
+    model said instead of each. is_greedy: greedy decoding would have said just this. prefill_s: seconds from arrival
+    to the last logits. The counts of prompt tokens are as in RequestOutput.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    logits: Float32[np.ndarray, "T V"]
+    is_greedy: bool
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_fragment_tokens: int
+    prefill_s: float
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole answer."""
+        return sum(self.logprobs)

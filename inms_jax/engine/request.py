@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from inms_jax.config import SamplingParams
 from inms_jax.engine.fragments import Decision
 from inms_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
+from inms_jax.memory.stats import TurnUsage
 from inms_jax.memory.tier import Scope
 from inms_jax.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -183,7 +186,8 @@ class TurnStart:
     """What a request's owner gives when its turn begins: its sequence and the whole context.
 
     scope: owner of what will be generated. key_parts: what the sampling keys derive from when the request has no seed.
-    decisions: which segments of the context are read as fragments, and why.
+    decisions: which segments of the context are read as fragments, and why. scored: not 0 makes it a request for the
+    logits that this many last tokens of the context were chosen from, and for no answer.
     """
 
     handle: SequenceHandle
@@ -191,6 +195,7 @@ class TurnStart:
     scope: Scope
     key_parts: tuple[str | int, ...]
     decisions: tuple[Decision, ...] = ()
+    scored: int = 0
 
 
 @runtime_checkable
@@ -236,6 +241,8 @@ class Request:
     num_cached_tokens: int = 0
     num_fragment_tokens: int = 0
     miss_reasons: dict[str, int] = field(default_factory=dict)
+    scores: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """Logits and their log-sum-exp, of the scored tokens that were prefilled so far."""
     error: BaseException | None = None
     done: bool = False
 
@@ -243,6 +250,30 @@ class Request:
     def history_len(self) -> int:
         """Tokens of the turn: the context and the first answer."""
         return len(self.prompt_token_ids) + len(self.branches[0].token_ids)
+
+    @property
+    def scored(self) -> int:
+        """How many last tokens of the context are scored instead of answered."""
+        return 0 if self.start is None else self.start.scored
+
+    def scored_rows(self, positions: np.ndarray) -> list[int]:
+        """Numbers of the rows of a chunk whose logits a scored token was chosen from."""
+        last = len(self.prompt_token_ids) - 1
+        return np.flatnonzero((positions >= last - self.scored) & (positions < last)).tolist()
+
+    def add_scores(self, logits: np.ndarray, lse: np.ndarray, count: int) -> None:
+        """Keep the logits and log-sum-exp of the first `count` rows of a step."""
+        self.scores.append((logits[:count], lse[:count]))
+
+    def note_usage(self, usage: TurnUsage) -> None:
+        """The whole prompt is in pages: remember what it took."""
+        self.num_cached_tokens, self.num_fragment_tokens = usage.cached_tokens, usage.fragment_tokens
+        self.miss_reasons = {reason.value: tokens for reason, tokens in usage.misses.items()}
+
+    def scored_logits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Logits [T, V] and log-sum-exp [T] of the scored tokens."""
+        logits, lse = zip(*self.scores, strict=True)
+        return np.concatenate(logits), np.concatenate(lse)
 
     @property
     def unfinished(self) -> list[Branch]:

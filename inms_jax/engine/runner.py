@@ -31,6 +31,8 @@ from inms_jax.models.partition import Partition
 
 COPY_BUCKET = 8
 """Pages of the largest copy program; a plan has a power of two up to it, or whole multiples of it."""
+SCORE_BUCKET = 64
+"""Fewest rows of a step whose logits are scored."""
 
 
 @register_state
@@ -152,9 +154,12 @@ class Runner:
         dtype = self.kv.k.dtype
         self.kv = page_io.write_pages(self.kv, pages, k.view(dtype), v.view(dtype))
 
-    def prefill(self, plan: StepPlan, last_row: int) -> StepResult:
-        """One chunk of one sequence; logits of `last_row`, twice (one row alone would round differently)."""
-        rows = np.full(2, last_row, np.int32)
+    def prefill(self, plan: StepPlan, last_row: int, scored: Sequence[int] = ()) -> StepResult:
+        """One chunk of one sequence; logits of `last_row`, twice (one row alone would round differently), or of the
+        `scored` rows, padded to a power of two from 64.
+        """
+        rows = np.full(max(SCORE_BUCKET, 1 << (len(scored) - 1).bit_length()) if len(scored) else 2, last_row, np.int32)
+        rows[: len(scored)] = scored
         return self._step(self._stacked, plan, None, rows, rows_per_group=len(plan.tokens))
 
     def decode(self, plan: StepPlan, splits: SharedSplits | None) -> StepResult:
