@@ -316,7 +316,7 @@ class Agent(Handle):
             return part
         found = self._home.shelf.resolve(part, self.full_name)
         if found.mode is Mode.FRAGMENT:
-            self._services.require_fragments()
+            self._services.require_fragments(found.link_tokens)
         return found
 
 

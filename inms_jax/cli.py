@@ -1,4 +1,4 @@
-"""The command line: `inms-jax demo | map | generate | convert | models | plan`.
+"""The command line: `inms-jax demo | map | generate | calibrate | convert | models | plan`.
 
 Errors are one line on stderr and exit code 2, the traceback only with --debug. Everything heavy is imported inside the
 command that needs it, so that --help is fast.
@@ -82,6 +82,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     generate.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end token")
     generate.set_defaults(command=_generate)
+
+    calibrate = commands.add_parser(
+        "calibrate", parents=[common], help="measure what fragments cost a model, and allow them if that is little"
+    )
+    calibrate.add_argument("model", metavar="MODEL", help="what --model of generate takes")
+    calibrate.add_argument(
+        "--link-tokens", type=int, default=16, metavar="INT", help="computed in place at each fragment (%(default)s)"
+    )
+    calibrate.add_argument("--documents", type=int, default=40, metavar="INT", help="of each task (%(default)s)")
+    calibrate.add_argument("--seed", type=int, default=0, metavar="INT")
+    calibrate.set_defaults(command=_calibrate)
 
     convert = commands.add_parser(
         "convert", parents=[common], help="write a model as a checkpoint that restores straight to its devices"
@@ -173,6 +184,21 @@ def _generate(options: argparse.Namespace) -> None:
         "ttft_s": ttft_s,
     }
     _write_json(options.json, result)
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from inms_jax.eval.calibrate import run_calibration
+
+    found = run_calibration(
+        options.model,
+        link_tokens=options.link_tokens,
+        documents=options.documents,
+        seed=options.seed,
+        console=Console(),
+    )
+    _write_json(options.json, found)
 
 
 def _convert(options: argparse.Namespace) -> None:

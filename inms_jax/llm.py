@@ -15,6 +15,7 @@ from inms_jax.engine.conversation import SpanEncoder, TextItem
 from inms_jax.engine.core import EngineCore
 from inms_jax.engine.devices import partition_over
 from inms_jax.engine.fragments import Rules
+from inms_jax.engine.gate import permission
 from inms_jax.engine.levels import split_entries
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
@@ -87,7 +88,7 @@ class LLM:
         self.page_bytes = local.kv_bytes_per_token(kv_type.itemsize) * config.block_size
         num_pages = config.kv_cache_bytes // self.page_bytes
         self.max_model_len = self._model_len(num_pages)
-        self._identity = CacheIdentity(
+        self.cache_identity = CacheIdentity(
             model_id=loaded.model_id,
             weights_version=loaded.weights_version,
             dtype=f"{dtype}/{kv_type}",
@@ -98,7 +99,7 @@ class LLM:
         memory = MemoryManager(
             num_pages=num_pages,
             block_size=config.block_size,
-            identity=self._identity,
+            identity=self.cache_identity,
             enable_prefix_caching=config.enable_prefix_caching,
             provisional_decode=self.deterministic,
             pool_mode=config.pool_mode,
@@ -128,9 +129,11 @@ class LLM:
             prefill_buckets=prefill_buckets,
             share_reads=share_reads,
         )
-        rules = Rules(config.block_size, config.link_tokens, loaded.tokenizer.bos_id, config.enable_prefix_caching)
+        fragments = permission(config.fragments, config.link_tokens, self.cache_identity, default_cache_dir())
+        bos = loaded.tokenizer.bos_id if fragments.after_bos else None
+        rules = Rules(config.block_size, config.link_tokens, bos, config.enable_prefix_caching)
         self._encoder = SpanEncoder(loaded.tokenizer, loaded.chat_template, rules)
-        self._services = Services(self._core, memory, self._encoder, config)
+        self._services = Services(self._core, memory, self._encoder, config, fragments)
         memory.hold_scope(PLAIN)
         self._tenants: dict[str, Tenant] = {}
 
@@ -288,7 +291,7 @@ class LLM:
 
         Takes effect in one step: whatever is killed when, the snapshot before stays readable. See snapshots.py.
         """
-        save(self._services, self._identity, self._tenants, Path(folder), deterministic=self.deterministic)
+        save(self._services, self.cache_identity, self._tenants, Path(folder), deterministic=self.deterministic)
 
     def restore(self, folder: str | Path) -> Restored:
         """Bring the tenants, groups, published texts and pages of a snapshot into this engine.
@@ -296,7 +299,7 @@ class LLM:
         Raises SnapshotError, with every difference, for a snapshot of an engine that computes otherwise, and
         ConfigError when one of its tenants is live; nothing is changed then.
         """
-        return restore(self._services, self._identity, self.tenant, Path(folder), deterministic=self.deterministic)
+        return restore(self._services, self.cache_identity, self.tenant, Path(folder), deterministic=self.deterministic)
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV that no running request needs, pinned or not. What needs it again computes it again."""

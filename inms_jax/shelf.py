@@ -99,14 +99,16 @@ class Shelf:
         """The text that `part` names, in the mode it is asked for; VisibilityError unless the reader may see it."""
         if not isinstance(part, str | Shared):
             raise InvalidRequestError(f"a context holds published names, Shared and Segments, got {part!r}")
-        name, mode = (part.name, segment_mode(part.mode)) if isinstance(part, Shared) else (part, None)
+        name = part.name if isinstance(part, Shared) else part
         seen = self.visible()
         if name not in seen:
             raise VisibilityError(
                 f"{name!r} is not published where agent {reader!r} can read it; it can read {sorted(seen)}. "
                 f"Private text is given as Segment(text)."
             )
-        return seen[name] if mode is None else replace(seen[name], mode=mode)
+        if isinstance(part, Shared):
+            return replace(seen[name], mode=segment_mode(part.mode), link_tokens=part.link_tokens)
+        return seen[name]
 
     def _find(self, name: str) -> Published:
         versions = self._texts.get(name)

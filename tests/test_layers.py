@@ -21,6 +21,7 @@ HOST = [
     "text",
     "shelf.py",
     "engine/fragments.py",
+    "engine/gate.py",
     "engine/segment.py",
     "engine/conversation.py",
     "engine/request.py",

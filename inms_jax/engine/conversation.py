@@ -32,6 +32,7 @@ class TextItem:
     readers: int = 2
     root: tuple[Published, ...] = ()
     version: int = 1
+    link_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class SpanEncoder:
                 text, as_published = next(texts)
                 if text == as_published:
                     span = self.span(text, item.scope, item.published)
-                    found.append(Part(span, item.mode, item.readers, self._root(item.root)))
+                    found.append(Part(span, item.mode, item.readers, self._root(item.root), item.link_tokens))
                 else:  # the template wrote tools into it: nobody published those
                     found.append(Part(self.span(text, reader)))
         if prompt:
@@ -170,7 +171,15 @@ class Conversation:
         """`part` as it enters this conversation."""
         if isinstance(part, Published):
             return TextItem(
-                part.role, part.text, part.scope, part.name, part.mode, part.readers, part.root, part.version
+                part.role,
+                part.text,
+                part.scope,
+                part.name,
+                part.mode,
+                part.readers,
+                part.root,
+                part.version,
+                part.link_tokens,
             )
         if isinstance(part.content, str):
             return TextItem(part.role, part.content, self.scope)
@@ -211,7 +220,7 @@ class Conversation:
             at, held = place_of, items[place_of]
             assert isinstance(held, TextItem)
             for text in newer(name, held.version):
-                item = self.item(replace(text, mode=held.mode, root=held.root))
+                item = self.item(replace(text, mode=held.mode, root=held.root, link_tokens=held.link_tokens))
                 if text.on_update is OnUpdate.REPLACE:
                     items[at] = item
                 else:

@@ -61,12 +61,16 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One segment of a context: its tokens, how it is to enter, and the root declared for its scope."""
+    """One segment of a context: its tokens, how it is to enter, and the root declared for its scope.
+
+    link_tokens: of its own; None takes those of the rules.
+    """
 
     span: Span
     mode: Mode = Mode.PREFIX
     readers: int = 2
     root: tuple[Span, ...] = ()
+    link_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +86,9 @@ class Decision:
     link_tokens: int = 0
 
 
-def decide(length: int, readers: int, rules: Rules) -> Reason:
+def decide(length: int, readers: int, rules: Rules, link_tokens: int | None = None) -> Reason:
     """Whether a fragment of `length` tokens with so many readers is worth a canonical form of its own."""
-    block, link = rules.block_size, rules.link_tokens
+    block, link = rules.block_size, rules.link_tokens if link_tokens is None else link_tokens
     if not rules.caching:
         return Reason.CACHING_OFF
     if readers < 2:
@@ -112,13 +116,14 @@ def place(parts: Sequence[Part], rules: Rules) -> tuple[list[Span], list[Decisio
             elif number == len(parts) - 1:
                 reason = Reason.LAST
             elif reason.placed:
-                worth = decide(len(span.array), part.readers, rules)
+                worth = decide(len(span.array), part.readers, rules, part.link_tokens)
                 reason = reason if worth.placed else worth
         assert reason is not None
         head_ended = head_ended or part.mode is not Mode.PREFIX
         if not head_ended:
             head.append(span)
-        link = rules.link_tokens if reason.placed else 0
+        link = rules.link_tokens if part.link_tokens is None else part.link_tokens
+        link = link if reason.placed else 0
         root_tokens = sum(len(one.array) for one in root) if reason.placed else 0
         decisions.append(Decision(span.name, span.scope.tier, len(span.array), part.mode, reason, root_tokens, link))
         spans.append(span.after(root, link) if reason.placed else span)

@@ -69,6 +69,7 @@ class Published:
     """Declared for the scope: what the text stands after, as a fragment, in a context without a public head."""
     version: int = 1
     on_update: OnUpdate = OnUpdate.APPEND
+    link_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,18 @@ class Shared:
 
     mode: "prefix" (in place, exact), "fragment" (may be read where it was computed once) or "dense" (always computed
         in place, for judges and comparisons).
+    link_tokens: of a fragment, computed in place at its start; None is what the engine was made with.
     """
 
     name: str
     mode: Mode | str = Mode.FRAGMENT
+    link_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", segment_mode(self.mode))
+        link = self.link_tokens
+        if link is not None and (isinstance(link, bool) or not isinstance(link, int) or link < 0):
+            raise InvalidRequestError(f"the link_tokens of {self.name!r} must be an integer >= 0 or None, got {link!r}")
 
 
 def update_rule(rule: OnUpdate | str) -> OnUpdate:

@@ -13,6 +13,7 @@ from inms_jax.config import EngineConfig
 from inms_jax.engine.accounts import Accounts, turn_work
 from inms_jax.engine.conversation import SpanEncoder
 from inms_jax.engine.core import EngineCore
+from inms_jax.engine.gate import Permission
 from inms_jax.engine.request import Request
 from inms_jax.errors import ConfigError
 from inms_jax.memory.manager import MemoryManager
@@ -30,6 +31,7 @@ class Services:
     memory: MemoryManager
     encoder: SpanEncoder
     config: EngineConfig
+    fragments: Permission
     accounts: Accounts = field(default_factory=Accounts)
     lock: threading.RLock = field(default_factory=threading.RLock)
     _generations: dict[str, Counter[tuple[str, ...]]] = field(default_factory=dict)
@@ -41,10 +43,15 @@ class Services:
         self.stop_when_dropped = weakref.finalize(self, self.core.stop)
         self.stop_when_dropped.atexit = False  # the engine sees to that itself
 
-    def require_fragments(self) -> None:
-        """ConfigError unless this engine may read shared text away from where it was computed."""
-        if self.config.fragments == "off":
-            raise ConfigError('fragments are off in this engine: LLM(..., fragments="calibrated") allows them')
+    def require_fragments(self, link_tokens: int | None = None) -> None:
+        """ConfigError unless this engine may read shared text away from where it was computed, behind this link."""
+        if self.fragments.refusal is not None:
+            raise ConfigError(self.fragments.refusal)
+        if link_tokens is not None and link_tokens < self.fragments.link_tokens:
+            raise ConfigError(
+                f"fragments were measured with {self.fragments.link_tokens} link tokens, fewer were asked for: "
+                f'{link_tokens}. LLM(..., fragments="unchecked") allows that'
+            )
 
     def unique_id(self, *path: str) -> str:
         """The last name of `path` with its generation: a name used again after close is a new thing."""
