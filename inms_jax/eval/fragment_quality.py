@@ -87,6 +87,7 @@ def measure(
     with ExitStack() as stack:
         tenants = {root: stack.enter_context(llm.tenant(f"quality {root}")) for root in (PUBLIC, DECLARED, BOS)}
         tenants[PUBLIC].publish("system", SYSTEM)
+        tenants[PUBLIC].preload(["system"])
         tenants[DECLARED].publish("other", OTHER_SYSTEM)
         tenants[DECLARED].root(["other"])
         for tenant in tenants.values():
