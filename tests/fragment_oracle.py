@@ -35,8 +35,9 @@ def log_probabilities(config: ModelConfig, params: Params, context: Sequence[Spa
         if span.root is not None:
             alone = [token for part in span.root for token in part.tokens] + list(span.tokens)
             seen = _run(config, params, np.array(alone), {})[1]
-            for i in range(span.link, length):
-                given[start + i] = seen, len(alone) - length + i
+            for low, high, in_place in span.runs():
+                if not in_place:
+                    given |= {start + i: (seen, len(alone) - length + i) for i in range(low, high)}
         start += length
     logits = _run(config, params, flat, given)[0]
     top = logits.max(-1, keepdims=True)

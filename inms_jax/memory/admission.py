@@ -65,7 +65,7 @@ class TurnPlan:
     def missing(self) -> tuple[tuple[Span, ...], ...]:
         """Canonical contexts that must be computed first, each once."""
         bodies = zip(self.bodies, self.body_pages, strict=True)
-        return tuple({body.nodes[-1].digest: body.canonical for body, pages in bodies if pages is None}.values())
+        return tuple(dict.fromkeys(body.canonical for body, pages in bodies if pages is None))
 
     @property
     def to_take(self) -> Counter[Scope]:

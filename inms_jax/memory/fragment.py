@@ -1,9 +1,9 @@
 """Fragments: shared text that a reader takes from where it was computed, directly after its root.
 
-The first `link` tokens of a fragment are the reader's own, computed in its true context; the rest, the *body*, is read
-from the pages of the *canonical* context (root, then the fragment alone), whatever stands before it in the reader's. So
-a reader's own tokens are its context without the bodies, and all else of the memory works on those. Pure arithmetic
-on spans and layouts; knows nothing of references or room.
+The first `link` tokens of a fragment are the reader's own, computed in its true context, and so are the ranges that are
+*repaired*. The rest, in one or several *bodies*, is read from the pages of the *canonical* context (root, then the
+fragment alone), whatever stands before it in the reader's. So a reader's own tokens are its context without the bodies,
+and all else of the memory works on those. Pure arithmetic on spans and layouts; knows nothing of references or room.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from inms_jax.memory.tier import Tier, can_read
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    """The body of one fragment in one context: `nodes` are the blocks that it is read from, in order.
+    """A body of one fragment in one context: `nodes` are the blocks that it is read from, in order.
 
     at: own tokens before the body. length: tokens of the body. position: where its first token stands in the context.
     shift: that, minus where this token stands in the canonical context. key: what KV after the body depends on.
@@ -59,6 +59,16 @@ def check_fragment(span: Span) -> None:
             f"{label} has {len(span.array)} tokens and {span.link} link tokens: 0 to {len(span.array) - 1} are "
             "possible. A fragment that is computed in place entirely is an ordinary span."
         )
+    done = span.link
+    for start, end in span.repaired:
+        if not done <= start < end <= len(span.array):
+            raise InvalidRequestError(
+                f"{label} has {len(span.array)} tokens and {span.link} link tokens: it cannot be repaired from {start} "
+                f"to {end}. Ranges lie behind the link, in order, and do not overlap."
+            )
+        done = end
+    if all(in_place for _, _, in_place in span.runs()):
+        raise InvalidRequestError(f"{label} is repaired from end to end: as an ordinary span it costs no more.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,42 +87,60 @@ def take_apart(context: Sequence[Span], index: PrefixIndex, block_size: int, *, 
     bodies: list[Body] = []
     own = position = 0
     for span in context:
-        taken = len(span.array)
-        body = _body(span, index, block_size, own, position) if span.root is not None and caching else None
-        if body is None:
-            pieces.append(Piece(taken, span.scope, span.published))
+        canonical = _canonical(span, index, block_size) if span.root is not None and caching else None
+        if canonical is None:
+            pieces.append(Piece(len(span.array), span.scope, span.published))
+            arrays.append(span.array)
+            own += len(span.array)
         else:
-            taken = span.link
-            pieces.append(Piece(taken, span.scope, False, joins=True))
-            bodies.append(body)
-        arrays.append(span.array[:taken])
-        own += taken
+            for start, end, in_place in span.runs():
+                if in_place:
+                    pieces.append(Piece(end - start, span.scope, False, joins=True))
+                    arrays.append(span.array[start:end])
+                    own += end - start
+                else:
+                    bodies.append(_body(canonical, start, end, at=own, position=position + start))
         position += len(span.array)
     return OwnText(tuple(pieces), np.concatenate(arrays) if arrays else np.zeros(0, np.int32), tuple(bodies))
 
 
-def _body(span: Span, index: PrefixIndex, block_size: int, own: int, position: int) -> Body | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Canonical:
+    """A canonical context in blocks; `start` is where its fragment begins."""
+
+    context: tuple[Span, ...]
+    layout: Layout
+    nodes: tuple[Node, ...]
+    start: int
+
+
+def _canonical(span: Span, index: PrefixIndex, block_size: int) -> _Canonical | None:
+    """None when a block of it cannot be found by a key, because of a collision."""
     context = canonical_context(span)
     layout = lay_out([Piece(len(part.array), part.scope, True) for part in context], block_size)
-    nodes = chain(layout, np.concatenate([part.array for part in context]), layout.length, index)
-    if None in nodes:  # a collision: it cannot be found by a key
-        return None
-    first_token = layout.length - len(span.array) + span.link
-    first = layout.block_at(first_token)
-    starts = layout.start_array[first:]
-    read = tuple(node for node in nodes[first:] if node is not None)
-    begin = np.maximum(np.int32(first_token) - starts, np.int32(0)).astype(np.int32)
+    found = chain(layout, np.concatenate([part.array for part in context]), layout.length, index)
+    nodes = tuple(node for node in found if node is not None)
+    return _Canonical(context, layout, nodes, layout.length - len(span.array)) if len(nodes) == len(found) else None
+
+
+def _body(canonical: _Canonical, start: int, end: int, *, at: int, position: int) -> Body:
+    """The tokens from `start` to `end` of a fragment."""
+    layout = canonical.layout
+    first_token, past = canonical.start + start, canonical.start + end
+    blocks = slice(layout.block_at(first_token), layout.blocks_before(past))
+    starts = layout.start_array[blocks]
+    nodes = canonical.nodes[blocks]
     return Body(
-        at=own + span.link,
-        length=len(span.array) - span.link,
-        position=position + span.link,
-        shift=position + span.link - first_token,
-        nodes=read,
-        begin=begin,
-        end=np.array(layout.ends[first:], np.int32) - starts,
+        at=at,
+        length=end - start,
+        position=position,
+        shift=position - first_token,
+        nodes=nodes,
+        begin=np.maximum(np.int32(first_token) - starts, np.int32(0)).astype(np.int32),
+        end=np.minimum(np.array(layout.ends[blocks], np.int32), np.int32(past)) - starts,
         stored=starts,
-        key=encode(("body", read[-1].digest, span.link)),
-        canonical=context,
+        key=encode(("body", nodes[-1].digest, start, end)),
+        canonical=canonical.context,
     )
 
 

@@ -4,7 +4,7 @@ Axis letters: T tokens, S sequences, M pages of a row, C copies. Knows nothing o
 pad a plan to its bucket point at the null page (0) with begin == end == 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -22,8 +22,8 @@ _INT32_MAX = 2**31 - 1
 class Span:
     """A run of prompt tokens with one owner: `scope` is its author's, `published` closes its last page.
 
-    root: not None makes it a fragment: all but its first `link` tokens are read from where they were computed
-        directly after these spans (memory/fragment.py).
+    root: not None makes it a fragment: all but its first `link` tokens, and the ranges of tokens in `repaired`, are
+        read from where they were computed directly after these spans (memory/fragment.py).
     """
 
     tokens: tuple[int, ...]
@@ -32,6 +32,7 @@ class Span:
     name: str | None = None
     root: "tuple[Span, ...] | None" = None
     link: int = 0
+    repaired: tuple[tuple[int, int], ...] = ()
     array: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -46,16 +47,29 @@ class Span:
     @property
     def in_place(self) -> "Span":
         """The same text as an ordinary span."""
-        return self if self.root is None else self._with(None, 0)
+        return self if self.root is None else self._with(None, 0, ())
 
-    def after(self, root: "tuple[Span, ...]", link: int) -> "Span":
+    def after(self, root: "tuple[Span, ...]", link: int, repaired: tuple[tuple[int, int], ...] = ()) -> "Span":
         """The same text as a fragment."""
-        return self._with(root, link)
+        return self._with(root, link, repaired)
 
-    def _with(self, root: "tuple[Span, ...] | None", link: int) -> "Span":
+    def runs(self) -> "Iterator[tuple[int, int, bool]]":
+        """Ranges of tokens of a fragment in order, and whether they are computed in place: the link comes first."""
+        done = self.link
+        yield 0, done, True
+        for start, end in self.repaired:
+            if start > done:
+                yield done, start, False
+            yield start, end, True
+            done = end
+        if done < len(self.array):
+            yield done, len(self.array), False
+
+    def _with(self, root: "tuple[Span, ...] | None", link: int, repaired: tuple[tuple[int, int], ...]) -> "Span":
         other = copy(self)  # the tokens were checked and converted when the span was made
         object.__setattr__(other, "root", root)
         object.__setattr__(other, "link", link)
+        object.__setattr__(other, "repaired", repaired)
         return other
 
 

@@ -9,8 +9,8 @@ against it. The rules, once more and independently:
   effective tier is not private.
 - A block that ended is *complete* and is stored once for all contexts with the same scope, the same tokens in it and
   the same blocks before it. A last block that may still grow belongs to its holder alone.
-- Of a fragment the first `link` tokens are its reader's text. The rest takes the blocks that hold it in a context of
-  the root and the fragment alone; no other block of that context is held.
+- Of a fragment the first `link` tokens and the `repaired` ranges are its reader's text. The rest takes the blocks that
+  hold it in a context of the root and the fragment alone; no other block of that context is held.
 """
 
 from collections.abc import Hashable, Iterable
@@ -31,6 +31,14 @@ class Piece:
     root: "tuple[Piece, ...] | None" = None
     """Not None: a fragment after these pieces."""
     link: int = 0
+    repaired: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def borrowed(self) -> list[tuple[int, int]]:
+        """Ranges of a fragment that are not its reader's text."""
+        ends = [self.link, *(end for _, end in self.repaired)]
+        starts = [*(start for start, _ in self.repaired), self.length]
+        return [(a, b) for a, b in zip(ends, starts, strict=True) if a < b]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +55,22 @@ def predict_pages(contexts: Iterable[Context], block_size: int) -> int:
     numbers: dict[Hashable, int] = {}
     held: set[int] = set()
 
-    def number(context: Context, first: int) -> None:
-        """Count the blocks of a context that hold one of its own tokens from `first` on."""
-        before = end = 0
+    def number(context: Context, *ranges: tuple[int, int]) -> None:
+        """Count the blocks of a context that hold one of its own tokens in one of the ranges."""
+        before = start = end = 0
         for scope, content, holder in _blocks(context, block_size):
             before = numbers.setdefault((before, scope, content, holder), len(numbers) + 1)
-            end += sum(taken for _, _, taken in content)
-            if end > first:
+            start, end = end, end + sum(taken for _, _, taken in content)
+            if any(low < end and start < high for low, high in ranges):
                 held.add(before)
 
     for context in contexts:
-        number(context, 0)
+        number(context, (0, sum(piece.length for piece in context.pieces)))
         for piece in context.pieces:
             if piece.root is not None:
                 alone = (*(replace(part, published=True) for part in piece.root), replace(piece, root=None))
-                number(Context(alone, None), sum(part.length for part in piece.root) + piece.link)
+                before = sum(part.length for part in piece.root)
+                number(Context(alone, None), *((before + low, before + high) for low, high in piece.borrowed))
     return len(held)
 
 
@@ -84,22 +93,23 @@ def _blocks(context: Context, block_size: int) -> list[tuple[Hashable, Content, 
     for piece in context.pieces:
         if piece.length == 0:
             continue
-        own = piece.length if piece.root is None else piece.link
         if piece.tier > tier:
             close()
         if piece.tier >= tier:
             tier, scope = piece.tier, piece.scope
         offset = 0
-        while offset < own:
-            taken = min(room, own - offset)
-            content += [*bodies, (piece.identity, offset, taken)]
-            bodies = []
-            offset, room = offset + taken, room - taken
-            if room == 0:
-                close()
-        if piece.root is not None:
-            bodies.append(((piece.identity, piece.root, piece.link), 0, 0))
-        elif piece.published and tier < PRIVATE:
+        for low, high in [*(piece.borrowed if piece.root is not None else ()), (piece.length, piece.length)]:
+            while offset < low:
+                taken = min(room, low - offset)
+                content += [*bodies, (piece.identity, offset, taken)]
+                bodies = []
+                offset, room = offset + taken, room - taken
+                if room == 0:
+                    close()
+            if low < high:
+                bodies.append(((piece.identity, piece.root, low, high), 0, 0))
+            offset = high
+        if piece.root is None and piece.published and tier < PRIVATE:
             close()
     if content:
         done.append((scope, tuple(content), ("unfinished", context.holder)))

@@ -29,15 +29,21 @@ def chain(spans: Sequence[Span]) -> list[int]:
     values: list[int] = []
     value = 0
     for span in spans:
-        own = len(span.tokens) if span.root is None else span.link
-        for token in span.tokens[:own]:
-            value = hash((value, token))
-            values.append(value)
-        if span.root is not None:
-            body = chain(canonical_context(span))[own - len(span.tokens) :]
-            values += body
-            value = hash((value, own, *body))
+        body = [] if span.root is None else chain(canonical_context(span))[-len(span.tokens) :]
+        for start, end, in_place in runs(span):
+            if in_place:
+                for token in span.tokens[start:end]:
+                    value = hash((value, token))
+                    values.append(value)
+            else:
+                values += body[start:end]
+                value = hash((value, start, *body[start:end]))
     return values
+
+
+def runs(span: Span) -> list[tuple[int, int, bool]]:
+    """Ranges of a span, and whether they are computed in place."""
+    return [(0, len(span.tokens), True)] if span.root is None else list(span.runs())
 
 
 def scopes(spans: Sequence[Span]) -> list[Scope]:
@@ -46,10 +52,9 @@ def scopes(spans: Sequence[Span]) -> list[Scope]:
     before: Scope | None = None
     for span in spans:
         before = span.scope if before is None or span.scope.tier >= before.tier else before
-        own = len(span.tokens) if span.root is None else span.link
-        result += [before] * own
-        if span.root is not None:
-            result += scopes(canonical_context(span))[own - len(span.tokens) :]
+        body = [] if span.root is None else scopes(canonical_context(span))[-len(span.tokens) :]
+        for start, end, in_place in runs(span):
+            result += [before] * (end - start) if in_place else body[start:end]
     return result
 
 

@@ -26,8 +26,8 @@ SYSTEM = Span(text(100, 6), T, published=True, name="system")
 DOCUMENT = text(200, 10)
 
 
-def fragment(tokens=DOCUMENT, scope: Scope = T, root=(SYSTEM,), link: int = 3) -> Span:
-    return Span(tokens, scope, published=True, name="document", root=tuple(root), link=link)
+def fragment(tokens=DOCUMENT, scope: Scope = T, root=(SYSTEM,), link: int = 3, repaired=()) -> Span:
+    return Span(tokens, scope, published=True, name="document", root=tuple(root), link=link, repaired=tuple(repaired))
 
 
 def notes(scope: Scope, length: int, start: int = 500) -> Span:
@@ -148,8 +148,16 @@ def test_group_text_narrows_what_follows_even_without_link_tokens():
         (fragment(root=[fragment()]), VisibilityError),
         (fragment(link=10), InvalidRequestError),
         (fragment(link=-1), InvalidRequestError),
+        (fragment(repaired=[(2, 5)]), InvalidRequestError),
+        (fragment(repaired=[(4, 6), (5, 8)]), InvalidRequestError),
+        (fragment(repaired=[(5, 5)]), InvalidRequestError),
+        (fragment(repaired=[(5, 11)]), InvalidRequestError),
+        (fragment(repaired=[(3, 10)]), InvalidRequestError),
     ],
-    ids=["private", "unpublished", "private root", "group root", "root of fragments", "all link", "negative link"],
+    ids=[
+        *("private", "unpublished", "private root", "group root", "root of fragments", "all link", "negative link"),
+        *("repaired in the link", "repaired twice", "empty repair", "repair behind the end", "all repaired"),
+    ],
 )
 def test_a_fragment_never_stands_on_text_that_a_reader_of_it_may_not_see(span, error):
     m = lab()
@@ -189,6 +197,23 @@ def test_without_keys_a_fragment_is_computed_in_place():
         assert m.memory.begin_turn(a, spans, max_new_tokens=1).admitted
         m.prompt(a, [span.in_place for span in spans])
         assert m.memory.usage(a).fragment_tokens == 0
+
+
+def test_repaired_ranges_are_own_text_between_bodies_of_one_fragment():
+    m = lab()
+    a, b = m.memory.register(A), m.memory.register(B)
+    m.turn(a, [SYSTEM, notes(A, 5), fragment(link=1, repaired=[(4, 8)]), notes(A, 2, 600)], A)
+    held = m.memory.stats().held
+    m.turn(b, [SYSTEM, notes(B, 5), fragment(link=1, repaired=[(4, 8)]), notes(B, 2, 600)], B)
+    assert [entry[1:3] for entry in body_entries(m, a) if entry[3]] == [(1, 4), (0, 2)]
+    assert m.memory.usage(a).fragment_tokens == 5
+    assert m.memory.stats().held == held + 3  # 12 own tokens: notes, link, repaired block, notes
+    m.memory.release(b)
+    # Another choice is another text before what follows: nothing behind the link is found again.
+    m.memory.drop(a)
+    m.turn(a, [SYSTEM, notes(A, 5), fragment(link=1, repaired=[(8, 10)]), notes(A, 2, 600)], A)
+    assert m.memory.usage(a).hit_tokens == 6 + 4
+    m.memory.verify()
 
 
 def test_forks_and_branches_hold_the_bodies_and_give_them_back():
@@ -237,11 +262,16 @@ def test_own_length_counts_tokens_outside_of_bodies():
 def piece(span: Span) -> Piece:
     """A span as the prediction takes it."""
     root = None if span.root is None else tuple(piece(part) for part in span.root)
-    return Piece(span.tokens, len(span.tokens), int(span.scope.tier), span.scope, span.published, root, span.link)
+    tokens, scope = span.tokens, span.scope
+    return Piece(tokens, len(tokens), int(scope.tier), scope, span.published, root, span.link, span.repaired)
 
 
 PIECES = st.lists(
-    st.tuples(st.sampled_from(["private", "global", "group", "fragment", "group fragment"]), st.integers(1, 9)),
+    st.tuples(
+        st.sampled_from(["private", "global", "group", "fragment", "group fragment"]),
+        st.integers(1, 14),
+        st.lists(st.integers(0, 13), max_size=4, unique=True),
+    ),
     min_size=1,
     max_size=7,
 )
@@ -256,13 +286,16 @@ def test_no_page_depends_on_text_that_one_of_its_readers_may_not_see(one, other,
     handles = []
     for scope, pieces in ((A, one), (B, other)):
         spans = [SYSTEM]
-        for number, (kind, length) in enumerate(pieces):
+        for number, (kind, length, places) in enumerate(pieces):
             start = 1000 * number + 17 * length
             if kind == "private":
                 spans.append(notes(scope, length, start))
             elif "fragment" in kind and length > link:
                 owner = G if "group" in kind else T
-                spans.append(fragment(text(start, length), owner, link=link))
+                inside = sorted(place for place in places if link <= place < length)
+                repaired = tuple(zip(inside[::2], inside[1::2], strict=False))
+                whole = sum(b - a for a, b in repaired) == length - link
+                spans.append(fragment(text(start, length), owner, link=link, repaired=() if whole else repaired))
             else:
                 spans.append(Span(text(start, length), G if "group" in kind else T, published=True))
         spans.append(notes(scope, 1, 9999))
