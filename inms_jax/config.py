@@ -49,6 +49,7 @@ class EngineConfig:
     deterministic: bit-identical results whatever is cached and whoever runs beside; None = on for CPU.
     fragments: "calibrated" (only for a model that passed `inms-jax calibrate`), "unchecked" or "off".
     link_tokens: tokens at the start of each fragment that are computed in the reader's own context.
+    repair_blocks: blocks of each fragment, those that differ most in the reader's context, that are computed there too.
     seed: seed of requests that carry none.
     pool_mode: "elastic" (pools of tenants have what they reserve and borrow up to their limits) or "reserved" (a pool
         that reserves pages has exactly those).
@@ -65,6 +66,7 @@ class EngineConfig:
     deterministic: bool | None = None
     fragments: str = "calibrated"
     link_tokens: int = 16
+    repair_blocks: int = 0
     seed: int = 0
     pool_mode: str = "elastic"
     tensor_parallel_size: int = 1
@@ -85,6 +87,7 @@ class EngineConfig:
         if self.fragments not in ("calibrated", "unchecked", "off"):
             raise ConfigError(f"fragments must be calibrated, unchecked or off, got {self.fragments!r}")
         _require_int("link_tokens", self.link_tokens, 0, 4096)
+        _require_int("repair_blocks", self.repair_blocks, 0, 64)
         _require_int("seed", self.seed, 0)
         if self.pool_mode not in ("elastic", "reserved"):
             raise ConfigError(f"pool_mode must be elastic or reserved, got {self.pool_mode!r}")

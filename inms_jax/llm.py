@@ -19,6 +19,7 @@ from inms_jax.engine.gate import permission
 from inms_jax.engine.levels import split_entries
 from inms_jax.engine.outputs import RequestOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
+from inms_jax.engine.repair_choice import RepairChoice
 from inms_jax.engine.report import StepReport
 from inms_jax.engine.request import Request
 from inms_jax.engine.rounding import agreeing_buckets, shared_rows_agree
@@ -131,7 +132,14 @@ class LLM:
         )
         fragments = permission(config.fragments, config.link_tokens, self.cache_identity, default_cache_dir())
         bos = loaded.tokenizer.bos_id if fragments.after_bos else None
-        rules = Rules(config.block_size, config.link_tokens, bos, config.enable_prefix_caching)
+        rules = Rules(
+            config.block_size,
+            config.link_tokens,
+            bos,
+            config.enable_prefix_caching,
+            config.repair_blocks,
+            RepairChoice(self._core.runner.second_values, config.block_size),
+        )
         self._encoder = SpanEncoder(loaded.tokenizer, loaded.chat_template, rules)
         self._services = Services(self._core, memory, self._encoder, config, fragments)
         memory.hold_scope(PLAIN)

@@ -107,7 +107,8 @@ class Shelf:
                 f"Private text is given as Segment(text)."
             )
         if isinstance(part, Shared):
-            return replace(seen[name], mode=segment_mode(part.mode), link_tokens=part.link_tokens)
+            mode = segment_mode(part.mode)
+            return replace(seen[name], mode=mode, link_tokens=part.link_tokens, repair_blocks=part.repair_blocks)
         return seen[name]
 
     def _find(self, name: str) -> Published:

@@ -44,6 +44,11 @@ def log_probabilities(config: ModelConfig, params: Params, context: Sequence[Spa
     return np.asarray(logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True)))
 
 
+def values(config: ModelConfig, params: Params, tokens: Sequence[int], layer: int) -> np.ndarray:
+    """The values `[T, K, H]` of one layer, of a context without fragments."""
+    return _run(config, params, np.array(tokens), {})[1].values[layer]
+
+
 def _run(
     config: ModelConfig, params: Params, tokens: np.ndarray, given: dict[int, tuple[Seen, int]]
 ) -> tuple[np.ndarray, Seen]:

@@ -22,6 +22,7 @@ HOST = [
     "shelf.py",
     "engine/fragments.py",
     "engine/gate.py",
+    "engine/repair_choice.py",
     "engine/segment.py",
     "engine/conversation.py",
     "engine/request.py",

@@ -33,6 +33,7 @@ class TextItem:
     root: tuple[Published, ...] = ()
     version: int = 1
     link_tokens: int | None = None
+    repair_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ class SpanEncoder:
                 text, as_published = next(texts)
                 if text == as_published:
                     span = self.span(text, item.scope, item.published)
-                    found.append(Part(span, item.mode, item.readers, self._root(item.root), item.link_tokens))
+                    root = self._root(item.root)
+                    found.append(Part(span, item.mode, item.readers, root, item.link_tokens, item.repair_blocks))
                 else:  # the template wrote tools into it: nobody published those
                     found.append(Part(self.span(text, reader)))
         if prompt:
@@ -180,6 +182,7 @@ class Conversation:
                 part.root,
                 part.version,
                 part.link_tokens,
+                part.repair_blocks,
             )
         if isinstance(part.content, str):
             return TextItem(part.role, part.content, self.scope)
@@ -220,7 +223,15 @@ class Conversation:
             at, held = place_of, items[place_of]
             assert isinstance(held, TextItem)
             for text in newer(name, held.version):
-                item = self.item(replace(text, mode=held.mode, root=held.root, link_tokens=held.link_tokens))
+                item = self.item(
+                    replace(
+                        text,
+                        mode=held.mode,
+                        root=held.root,
+                        link_tokens=held.link_tokens,
+                        repair_blocks=held.repair_blocks,
+                    )
+                )
                 if text.on_update is OnUpdate.REPLACE:
                     items[at] = item
                 else:

@@ -6,8 +6,8 @@ cached or who else is there, or an agent's answers would depend on others. Knows
 
 import enum
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope, Tier, can_read
@@ -45,25 +45,32 @@ class Reason(enum.StrEnum):
         return self in (Reason.PLACED, Reason.PLACED_AFTER_BOS)
 
 
+Choose = Callable[[Sequence[Span], Span, Sequence[Span], int], tuple[tuple[int, int], ...]]
+"""From what stands before a fragment, the fragment, its root and a number of blocks to ranges of its tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What decides besides the context. `link_tokens`: computed in place at the start of each fragment.
+    """What decides besides the context.
 
-    bos: the token that a fragment stands after when it has no root; None where the model has none, or where its
-    quality gate says no.
+    link_tokens: computed in place at the start of each fragment. repair_blocks: of each, computed in place too, chosen
+    by `choose`. bos: what a fragment stands after when it has no root; None where the model has no such token, or where
+    its quality gate says no.
     """
 
     block_size: int
     link_tokens: int
     bos: int | None
     caching: bool = True
+    repair_blocks: int = 0
+    choose: "Choose | None" = None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """One segment of a context: its tokens, how it is to enter, and the root declared for its scope.
 
-    link_tokens: of its own; None takes those of the rules.
+    link_tokens, repair_blocks: of its own; None takes those of the rules.
     """
 
     span: Span
@@ -71,6 +78,12 @@ class Part:
     readers: int = 2
     root: tuple[Span, ...] = ()
     link_tokens: int | None = None
+    repair_blocks: int | None = None
+
+    def in_place(self, rules: Rules) -> tuple[int, int]:
+        """Link tokens and repaired blocks of this segment as a fragment."""
+        link = rules.link_tokens if self.link_tokens is None else self.link_tokens
+        return link, rules.repair_blocks if self.repair_blocks is None else self.repair_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +97,22 @@ class Decision:
     reason: Reason
     root_tokens: int = 0
     link_tokens: int = 0
+    repaired_tokens: int = 0
 
 
-def decide(length: int, readers: int, rules: Rules, link_tokens: int | None = None) -> Reason:
-    """Whether a fragment of `length` tokens with so many readers is worth a canonical form of its own."""
-    block, link = rules.block_size, rules.link_tokens if link_tokens is None else link_tokens
+def decide(length: int, readers: int, rules: Rules, own: int | None = None) -> Reason:
+    """Whether a fragment of `length` tokens with so many readers is worth a canonical form of its own.
+
+    own: the tokens of it that each reader computes in place, by default the link tokens of the rules.
+    """
+    block, own = rules.block_size, rules.link_tokens if own is None else own
     if not rules.caching:
         return Reason.CACHING_OFF
     if readers < 2:
         return Reason.FEW_READERS
     # The canonical form takes whole pages, which is never less than the tokens it costs to compute.
     stored = -(-length // block) * block
-    return Reason.PLACED if link < length and stored + readers * link <= readers * length else Reason.TOO_SHORT
+    return Reason.PLACED if own < length and stored + readers * own <= readers * length else Reason.TOO_SHORT
 
 
 def place(parts: Sequence[Part], rules: Rules) -> tuple[list[Span], list[Decision]]:
@@ -107,6 +124,7 @@ def place(parts: Sequence[Part], rules: Rules) -> tuple[list[Span], list[Decisio
     for number, part in enumerate(parts):
         span = part.span
         root: tuple[Span, ...] = ()
+        link, repair = part.in_place(rules)
         reason = _reason_in_place(part)
         if part.mode is Mode.FRAGMENT and reason is None:
             visible = _visible(part.span.scope, head)
@@ -116,18 +134,35 @@ def place(parts: Sequence[Part], rules: Rules) -> tuple[list[Span], list[Decisio
             elif number == len(parts) - 1:
                 reason = Reason.LAST
             elif reason.placed:
-                worth = decide(len(span.array), part.readers, rules, part.link_tokens)
+                worth = decide(len(span.array), part.readers, rules, link + repair * rules.block_size)
                 reason = reason if worth.placed else worth
         assert reason is not None
         head_ended = head_ended or part.mode is not Mode.PREFIX
         if not head_ended:
             head.append(span)
-        link = rules.link_tokens if part.link_tokens is None else part.link_tokens
-        link = link if reason.placed else 0
-        root_tokens = sum(len(one.array) for one in root) if reason.placed else 0
-        decisions.append(Decision(span.name, span.scope.tier, len(span.array), part.mode, reason, root_tokens, link))
-        spans.append(span.after(root, link) if reason.placed else span)
+        decision = Decision(span.name, span.scope.tier, len(span.array), part.mode, reason)
+        if reason.placed:
+            repaired = _repaired(spans, span, root, link, repair, rules)
+            span = span.after(root, link, repaired)
+            decision = replace(
+                decision,
+                root_tokens=sum(len(one.array) for one in root),
+                link_tokens=link,
+                repaired_tokens=sum(end - start for start, end in repaired),
+            )
+        decisions.append(decision)
+        spans.append(span)
     return spans, decisions
+
+
+def _repaired(
+    before: Sequence[Span], span: Span, root: Sequence[Span], link: int, count: int, rules: Rules
+) -> tuple[tuple[int, int], ...]:
+    """The ranges that are computed in place behind the link."""
+    if count == 0 or rules.choose is None:
+        return ()
+    chosen = rules.choose(before, span, root, count)
+    return tuple((max(start, link), end) for start, end in chosen if end > link)
 
 
 def _reason_in_place(part: Part) -> Reason | None:

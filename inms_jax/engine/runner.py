@@ -25,6 +25,7 @@ from inms_jax.kernels.paged_attention.api import Level
 from inms_jax.kernels.state import register_state
 from inms_jax.memory.plan import StepPlan
 from inms_jax.models.config import ModelConfig
+from inms_jax.models.first_layer import QUERIES, second_values
 from inms_jax.models.layers import WHOLE
 from inms_jax.models.llama import forward, unstack_layers
 from inms_jax.models.partition import Partition
@@ -161,6 +162,12 @@ class Runner:
         rows = np.full(max(SCORE_BUCKET, 1 << (len(scored) - 1).bit_length()) if len(scored) else 2, last_row, np.int32)
         rows[: len(scored)] = scored
         return self._step(self._stacked, plan, None, rows, rows_per_group=len(plan.tokens))
+
+    def second_values(self, tokens: Int32[np.ndarray, " T"]) -> Float[np.ndarray, "T K H"]:
+        """The values that layer 1 computes for a context, from its tokens alone. Any thread: it reads weights only."""
+        padded = np.zeros(max(QUERIES, 1 << (len(tokens) - 1).bit_length()), np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(second_values(self._stacked, jnp.asarray(padded), config=self.model))[: len(tokens)]
 
     def decode(self, plan: StepPlan, splits: SharedSplits | None) -> StepResult:
         """One token of each of S sequences, which read `splits` together; logits of every row. None: nothing is shared,

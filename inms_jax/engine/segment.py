@@ -70,6 +70,7 @@ class Published:
     version: int = 1
     on_update: OnUpdate = OnUpdate.APPEND
     link_tokens: int | None = None
+    repair_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +79,20 @@ class Shared:
 
     mode: "prefix" (in place, exact), "fragment" (may be read where it was computed once) or "dense" (always computed
         in place, for judges and comparisons).
-    link_tokens: of a fragment, computed in place at its start; None is what the engine was made with.
+    link_tokens: of a fragment, computed in place at its start. repair_blocks: those blocks of it that this context
+        changes most are computed in place, so many. None is what the engine was made with.
     """
 
     name: str
     mode: Mode | str = Mode.FRAGMENT
     link_tokens: int | None = None
+    repair_blocks: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", segment_mode(self.mode))
-        link = self.link_tokens
-        if link is not None and (isinstance(link, bool) or not isinstance(link, int) or link < 0):
-            raise InvalidRequestError(f"the link_tokens of {self.name!r} must be an integer >= 0 or None, got {link!r}")
+        for what, count in (("link_tokens", self.link_tokens), ("repair_blocks", self.repair_blocks)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+                raise InvalidRequestError(f"the {what} of {self.name!r} must be an integer >= 0 or None, got {count!r}")
 
 
 def update_rule(rule: OnUpdate | str) -> OnUpdate:

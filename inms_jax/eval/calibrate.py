@@ -83,7 +83,7 @@ def run_calibration(
 
 def _table(summaries: Sequence[Summary]) -> Table:
     table = Table(title="Fragments against text computed in place")
-    for title in ("task", "read as", "KL (nats)", "top-1", "exact recall", "judge", "tokens computed"):
+    for title in ("task", "read as", "KL", "top-1", "recall", "judge", "computed"):
         table.add_column(title, justify="left" if title in ("task", "read as") else "right", no_wrap=True)
     for one in sorted(summaries, key=lambda summary: TASKS.index(summary.task)):
         table.add_row(

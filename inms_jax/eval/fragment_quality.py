@@ -40,6 +40,7 @@ class Arm:
     mode: str = "fragment"
     root: str = PUBLIC
     link: int = 0
+    repair: int = 0
     documents: int = 1
 
 
@@ -149,7 +150,7 @@ def _answers(llm: LLM, tenants: dict[str, Tenant], probes: Sequence[Probe], numb
 def _shared(name: str, arm: Arm) -> Shared:
     if arm.mode == "dense":
         return Shared(name, mode="dense")
-    return Shared(name, mode=arm.mode, link_tokens=arm.link)
+    return Shared(name, mode=arm.mode, link_tokens=arm.link, repair_blocks=arm.repair)
 
 
 def compare(logits: Float32[np.ndarray, "T V"], dense: Float32[np.ndarray, "T V"]) -> tuple[np.ndarray, np.ndarray]:

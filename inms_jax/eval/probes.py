@@ -68,11 +68,12 @@ def _note(rng: random.Random) -> str:
 
 
 def _record(rng: random.Random) -> tuple[str, list[tuple[str, str, str]]]:
-    """A record of eight facts: its text, and (service, attribute, value) of each."""
+    """Some running text, then a record of eight facts; and (service, attribute, value) of each."""
     pairs = rng.sample([(service, fact) for service in _SERVICES for fact in _FACTS], 8)
     facts = [(service, name, value(rng)) for service, (name, value) in pairs]
     lines = [f"The {name} of {service} is {value}." for service, name, value in facts]
-    return "Decisions of the team. " + " ".join(lines), facts
+    around = rng.choice(_PASSAGES)[0][:500].rsplit(" ", 1)[0]
+    return f"{around} ... Decisions of the team. {' '.join(lines)}", facts
 
 
 def _recall(rng: random.Random) -> Probe:
