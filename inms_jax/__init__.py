@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from inms_jax.llm import LLM
     from inms_jax.memory.quota import Quota
     from inms_jax.memory.tier import Scope, Tier
+    from inms_jax.memory_store import MemoryStore, Snippet
     from inms_jax.stats import AgentStats, HomeStats, Stats
     from inms_jax.tenants import Group, Tenant
 
@@ -28,6 +29,7 @@ _HOMES = {
     "Group": "tenants",
     "HomeStats": "stats",
     "Logprob": "engine.outputs",
+    "MemoryStore": "memory_store",
     "Quota": "memory.quota",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "config",
@@ -35,6 +37,7 @@ _HOMES = {
     "ScoreOutput": "engine.outputs",
     "Segment": "engine.segment",
     "Shared": "engine.segment",
+    "Snippet": "memory_store",
     "Stats": "stats",
     "Tenant": "tenants",
     "Tier": "memory.tier",
@@ -49,6 +52,7 @@ __all__ = [
     "Group",
     "HomeStats",
     "Logprob",
+    "MemoryStore",
     "Quota",
     "RequestOutput",
     "SamplingParams",
@@ -56,6 +60,7 @@ __all__ = [
     "ScoreOutput",
     "Segment",
     "Shared",
+    "Snippet",
     "Stats",
     "Tenant",
     "Tier",

@@ -12,7 +12,7 @@ from typing import Any
 
 from inms_jax.config import SamplingParams, sampling_params
 from inms_jax.engine.conversation import Conversation, Item, ReplyItem, TextItem
-from inms_jax.engine.fragments import Decision, Mode
+from inms_jax.engine.fragments import Decision, Explanation, Mode
 from inms_jax.engine.outputs import RequestOutput, ScoreOutput
 from inms_jax.engine.pending import AsyncStream, Pending, Stream
 from inms_jax.engine.request import Request, TurnStart
@@ -23,6 +23,7 @@ from inms_jax.membership import Membership
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
+from inms_jax.memory_store import MemoryStore, Snippet, as_text, found_in
 from inms_jax.scoring import ScoreTurn
 from inms_jax.stats import AgentStats, View
 
@@ -145,14 +146,33 @@ class Agent(Handle):
             if role is not None and isinstance(item, TextItem):
                 item = replace(item, role=role)
             items.append(item)
+        self._extend(items)
+
+    def _extend(self, items: Sequence[Item], *, once: bool = False) -> None:
+        """Add items behind the turns that were asked before. `once`: those that are not there yet."""
 
         def extend() -> None:
             self._require_open()
             owned = [self._conversation.own(item) for item in items]
+            if once:
+                owned = [item for item in dict.fromkeys(owned) if item not in self._conversation.items]
             self._services.core.scheduler.check_context(self._conversation.check(owned))  # before anything changes
             self._conversation.extend(owned)
 
         self._services.core.call(extend, queue=self)
+
+    def recall(self, store: MemoryStore, query: str, k: int = 4, *, role: str = "system") -> tuple[Snippet, ...]:
+        """Add the at most `k` snippets of long-term memory that fit `query` best to the conversation; returns them all.
+
+        What the conversation holds already is not added again. Shared snippets are stored once for all who recall them.
+        """
+        self._require_open()
+        found = found_in(store, query, self.names, k)
+        fragments = self._services.fragments.refusal is None
+        texts = [as_text(snippet, role, self._home.shelf, fragments=fragments) for snippet in found]
+        items = [self._conversation.item(text) for text in texts]
+        self._extend(items, once=True)
+        return found
 
     def score(self, message: ChatInput | None, answer: str | Sequence[int]) -> ScoreOutput:
         """How likely `answer` is as the answer to `message`: a log-probability and logits for each of its tokens.
@@ -185,6 +205,12 @@ class Agent(Handle):
         return self._membership.handle
 
     @property
+    def names(self) -> Scope:
+        """The names of its tenant, its group and itself; they are the same after a restart."""
+        home = self._home.names
+        return Scope(home.tenant, home.group, self.name)
+
+    @property
     def full_name(self) -> str:
         """tenant/group/agent, or tenant/agent."""
         return "/".join(self._names)
@@ -204,13 +230,13 @@ class Agent(Handle):
         self._require_open()
         return View(self._services).agent(self.full_name, self.scope, self._handle)
 
-    def explain(self) -> tuple[Decision, ...]:
-        """For each segment of the next turn's context: whether it is read as a fragment, and why."""
+    def explain(self) -> Explanation:
+        """For each segment of the next turn's context: whether it is read as a fragment, and why. Prints as a table."""
 
         def decisions() -> list[Decision]:
             return self._conversation.placed(self._conversation.updated(self._home.shelf.newer), generate=True)[1]
 
-        return tuple(self._services.core.call(decisions))
+        return Explanation(self._services.core.call(decisions))
 
     def snapshot(self) -> AgentSnapshot:
         """Context and KV as they are between two steps; observers of the engine may call it too."""

@@ -75,6 +75,11 @@ class Home(Handle, Generic[Member]):
         services.memory.hold_scope(scope, limit=kv_limit)
 
     @property
+    def names(self) -> Scope:
+        """The names of the tenant, and of the group if this is one; they are the same after a restart."""
+        return Scope(self.name) if self.outer is None else Scope(self.outer.name, self.name)
+
+    @property
     def agents(self) -> dict[str, Member]:
         """The agents that live here, by name."""
         living = [member() for member in list(self._members.values())]

@@ -63,6 +63,11 @@ class Shelf:
         )
         self._texts[name] = (*versions, published)
 
+    def unlisted(self, name: str, text: str, role: str, *, fragment: bool) -> Published:
+        """A text for every reader of the scope that no context can ask for by name. `name` is for people."""
+        mode = Mode.FRAGMENT if fragment else Mode.PREFIX
+        return Published(name, text, role, self.scope, mode, root=self._root_texts())
+
     def newer(self, name: str, version: int) -> tuple[Published, ...]:
         """The versions of a text after `version`, the newest last. Any thread."""
         found = self._texts.get(name)
@@ -92,8 +97,11 @@ class Shelf:
     def visible(self) -> dict[str, Published]:
         """Every text that a reader of the scope can read, by name."""
         outer = {} if self.outer is None else self.outer.visible()
-        root = tuple(replace(self._find(name), root=()) for name in self._root)
+        root = self._root_texts()
         return {**outer, **{name: replace(versions[-1], root=root) for name, versions in self._texts.items()}}
+
+    def _root_texts(self) -> tuple[Published, ...]:
+        return tuple(replace(self._find(name), root=()) for name in self._root)
 
     def resolve(self, part: str | Shared, reader: str) -> Published:
         """The text that `part` names, in the mode it is asked for; VisibilityError unless the reader may see it."""

@@ -20,6 +20,7 @@ HOST = [
     "memory",
     "text",
     "shelf.py",
+    "memory_store.py",
     "engine/fragments.py",
     "engine/gate.py",
     "engine/repair_choice.py",
@@ -55,8 +56,9 @@ FLOORS: list[list[str]] = [
         "preload",
         "plain",
         "scoring",
+        "memory_store",
     ],
-    ["eval", "metrics", "capacity", "capacity_report"],
+    ["eval", "metrics", "langgraph_memory", "capacity", "capacity_report"],
     ["cli", "__init__"],
 ]
 

@@ -184,3 +184,28 @@ def _root(part: Part, visible: tuple[Span, ...], rules: Rules) -> tuple[tuple[Sp
     if rules.bos is None:
         return (), Reason.NO_BOS
     return (Span((rules.bos,), Scope(part.span.scope.tenant), published=True),), Reason.PLACED_AFTER_BOS
+
+
+class Explanation(tuple[Decision, ...]):
+    """One decision for each segment of a context; as a text, a table with the tokens that each takes."""
+
+    def __str__(self) -> str:
+        head = ("segment", "tier", "tokens", "mode", "read", "why", "computed")
+        rows = [head, *(_explained(number, decision) for number, decision in enumerate(self, start=1))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        right = [name in ("tokens", "computed") for name in head]
+        lines = (
+            "  ".join(
+                cell.rjust(width) if numeric else cell.ljust(width)
+                for cell, width, numeric in zip(row, widths, right, strict=True)
+            ).rstrip()
+            for row in rows
+        )
+        return "\n".join(lines)
+
+
+def _explained(number: int, one: Decision) -> tuple[str, ...]:
+    own = one.link_tokens + one.repaired_tokens if one.reason.placed else one.tokens
+    read = f"after its root of {one.root_tokens}" if one.reason.placed else "in place"
+    name = f"({number})" if one.name is None else one.name
+    return name, one.tier.name, str(one.tokens), one.mode.value, read, one.reason.value, str(own)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from inms_jax.engine.fragments import Mode, Part, Reason, Rules, decide, place
+from inms_jax.engine.fragments import Decision, Explanation, Mode, Part, Reason, Rules, decide, place
 from inms_jax.memory.plan import Span
-from inms_jax.memory.tier import Scope
+from inms_jax.memory.tier import Scope, Tier
 
 T, G, A = Scope("acme#1"), Scope("acme#1", "team#1"), Scope("acme#1", "team#1", "a#1")
 RULES = Rules(block_size=16, link_tokens=4, bos=1)
@@ -88,3 +88,14 @@ def test_a_canonical_form_must_take_less_room_than_its_readers_would(length, rea
 
 def test_without_caching_nothing_is_placed():
     assert reasons(part(5, A), part(64, T, FRAGMENT), rules=Rules(16, 4, 1, caching=False))[-1] == "disabled"
+
+
+def test_an_explanation_prints_as_a_table() -> None:
+    placed = Decision("record", Tier.GROUP, 220, Mode.FRAGMENT, Reason.PLACED, 31, 16, 64)
+    notes = Decision(None, Tier.PRIVATE, 7, Mode.PREFIX, Reason.PRIVATE)
+    table = str(Explanation([notes, placed]))
+    assert table.splitlines() == [
+        "segment  tier     tokens  mode      read                 why      computed",
+        "(1)      PRIVATE       7  prefix    in place             private         7",
+        "record   GROUP       220  fragment  after its root of 31  placed         80",
+    ]
