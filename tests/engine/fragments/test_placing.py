@@ -207,6 +207,24 @@ def test_a_fork_reads_the_fragments_of_its_parent(llm: LLM) -> None:
         llm._core.memory.verify()
 
 
+def test_private_text_that_is_published_later_is_computed_anew(llm: LLM) -> None:
+    """The KV of the private text depends on what stood before it; nobody else may find it, under whatever name."""
+    with llm.tenant("acme") as tenant:
+        tenant.publish("system", SYSTEM)
+        team = tenant.group("team")
+        author = team.agent("a", ["system", Segment("I like tea."), Segment(RECORD)])
+        author.chat("Hm?", PARAMS)
+        private = {info.page for info in llm.memory_map() if info.scope == author.scope}
+        encoded = llm.stats().work.encoded_fragments
+        team.publish("record", RECORD, mode="fragment")
+        reader = team.agent("b", ["system", Segment("I like tea."), "record"])
+        reader.chat("Hm?", PARAMS)
+        assert llm.stats().work.encoded_fragments == encoded + 1
+        assert reader._handle is not None
+        assert not private & set(llm._core.memory.row(reader._handle).page.tolist())
+        assert {info.page for info in llm.memory_map() if info.scope == author.scope} == private
+
+
 def test_after_everything_is_closed_nothing_is_held(llm: LLM) -> None:
     with llm.tenant("acme") as tenant:
         tenant.publish("document", DOCUMENT, mode="fragment")

@@ -95,7 +95,7 @@ def test_an_explanation_prints_as_a_table() -> None:
     notes = Decision(None, Tier.PRIVATE, 7, Mode.PREFIX, Reason.PRIVATE)
     table = str(Explanation([notes, placed]))
     assert table.splitlines() == [
-        "segment  tier     tokens  mode      read                 why      computed",
-        "(1)      PRIVATE       7  prefix    in place             private         7",
+        "segment  tier     tokens  mode      read                  why      computed",
+        "(1)      PRIVATE       7  prefix    in place              private         7",
         "record   GROUP       220  fragment  after its root of 31  placed         80",
     ]
