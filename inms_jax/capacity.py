@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from inms_jax.config import DEVICE_MEMORY_FRACTION, EngineConfig, parse_bytes
+from inms_jax.config import DEVICE_MEMORY_FRACTION, KV_DTYPE_BYTES, EngineConfig, parse_bytes
 from inms_jax.errors import CapacityError, ConfigError
 from inms_jax.memory.prediction import Context, Piece, predict_pages
 from inms_jax.models.config import ModelConfig
@@ -194,7 +194,7 @@ def plan_capacity(
         raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     total, weights = parse_bytes(memory), weight_bytes(model, dtype)
     kv_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-    per_token = model.kv_bytes_per_token(DTYPE_BYTES[kv_dtype])
+    per_token = model.kv_bytes_per_token(KV_DTYPE_BYTES[kv_dtype])
     budget = math.floor(total * memory_fraction) - weights
     if budget <= 0:
         raise CapacityError(

@@ -11,6 +11,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_IDS = 16
 DEVICE_MEMORY_FRACTION = 0.9
 """Part of a device's memory for weights and pages together; programs and their temporaries have the rest."""
+KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+"""Dtypes of pages, and bytes of one number; int8 comes with scales."""
 _INT32_MAX = 2**31 - 1
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -43,7 +45,8 @@ class EngineConfig:
 
     block_size: tokens per page, a power of two in 8..512.
     kv_cache_memory: bytes of device memory for KV pages, on each device.
-    kv_cache_dtype: "auto" (the weights' dtype), "float32", "bfloat16" or "float16".
+    kv_cache_dtype: "auto" (the weights' dtype), "float32", "bfloat16", "float16" or "int8" (with a scale per token and
+        kv head; half the bytes of 16 bits, results that differ a little).
     max_num_seqs: sequences decoded in one step.
     max_num_batched_tokens: prompt tokens of one prefill step (a chunk); a power of two of at least 64.
     deterministic: bit-identical results whatever is cached and whoever runs beside; None = on for CPU.
@@ -80,8 +83,9 @@ class EngineConfig:
             if value & (value - 1):
                 raise ConfigError(f"{name} must be a power of two, got {value}")
         parse_bytes(self.kv_cache_memory)
-        if self.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigError(f"kv_cache_dtype must be auto, float32, bfloat16 or float16, got {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype not in ("auto", *KV_DTYPE_BYTES):
+            names = ", ".join(KV_DTYPE_BYTES)
+            raise ConfigError(f"kv_cache_dtype must be auto or one of {names}, got {self.kv_cache_dtype!r}")
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, 2)
         if self.fragments not in ("calibrated", "unchecked", "off"):

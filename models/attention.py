@@ -13,6 +13,7 @@ from inms_jax.kernels.choice import first_choice
 from inms_jax.kernels.paged_attention.api import Level, paged_attention
 from inms_jax.kernels.paged_attention.merge import merge_groups, merge_states
 from inms_jax.kernels.paged_attention.shared import shared_attention
+from inms_jax.kernels.scaled import ScaledPages
 
 
 def attend(
@@ -35,7 +36,8 @@ def attend(
     """
     kv = write_tokens(kv, layer, write_page, write_slot, k, v)
     offset = jnp.asarray(layer * kv.num_pages, jnp.int32)
-    if len(levels) == 2 and first_choice(implementation) == "xla":
+    plain = first_choice(implementation) == "xla" or (implementation is None and isinstance(kv.k, ScaledPages))
+    if len(levels) == 2 and plain:
         shared, own = levels
         out, _ = shared_attention(q, kv.k, kv.v, shared, own, positions, offset, scale=q.shape[-1] ** -0.5)
         return out.astype(q.dtype), kv

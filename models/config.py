@@ -128,8 +128,11 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one token takes in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        """Bytes of keys and values that one token takes in all layers. Numbers of one byte are int8, which comes with a
+        float32 scale per token and kv head.
+        """
+        scale = 4 if dtype_bytes == 1 else 0
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * dtype_bytes + scale)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> "ModelConfig":

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -53,13 +54,14 @@ def test_nothing_fits_and_any_number_does() -> None:
     assert Work(agents=1, context=96, public=1.0).agents_that_fit(16, 6) is None
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-def test_plan_equals_the_pool(block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "kv"), [(16, "auto"), (32, "auto"), (16, "int8")])
+def test_plan_equals_the_pool(block_size: int, kv: str) -> None:
     """The engine's own arrays, and the pages it holds for three agents, are what `plan` says."""
     public = "You are one of several engineers of a shop. " * 4
     memory = 4 * 2**20
     model = tiny_model()
-    with tiny_llm(block_size=block_size, kv_cache_memory=_budget(memory), max_num_batched_tokens=64) as llm:
+    options: dict[str, Any] = {"block_size": block_size, "kv_cache_dtype": kv}
+    with tiny_llm(**options, kv_cache_memory=_budget(memory), max_num_batched_tokens=64) as llm:
         tenant = llm.tenant("shop")
         tenant.publish("system", public)
         agents = [tenant.agent(f"agent{i}", ["system", Segment(f"secret number {i}")]) for i in range(3)]
@@ -71,7 +73,7 @@ def test_plan_equals_the_pool(block_size: int) -> None:
         # As a part of the context, which `plan` turns back into tokens.
         work = Work(agents=3, context=context, public=(head + 0.5) / context)
         assert work.public_tokens == head
-        found = plan_capacity(model.config, memory, work, block_size=block_size, dtype="float32")
+        found = plan_capacity(model.config, memory, work, **options, dtype="float32")
 
         stats = llm.stats()
         assert stats.memory.held == found.chosen.shared_pages
@@ -80,7 +82,7 @@ def test_plan_equals_the_pool(block_size: int) -> None:
         assert stats.page_bytes == found.chosen.page_bytes
         assert found.weight_bytes == sum(x.nbytes for x in jax.tree.leaves(model.params))
         runner = llm._core.runner
-        assert runner.kv.k.nbytes + runner.kv.v.nbytes == found.chosen.pool_pages * found.chosen.page_bytes
+        assert sum(x.nbytes for x in jax.tree.leaves(runner.kv)) == found.chosen.pool_pages * found.chosen.page_bytes
 
         apart = [llm.tenant(f"t{i}").agent("a", [Segment(public, role="system")]) for i in range(2)]
         before = stats.memory.held

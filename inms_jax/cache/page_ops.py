@@ -15,7 +15,7 @@ from inms_jax.cache.page_cut import PageCut
 from inms_jax.cache.page_table import KVPages
 from inms_jax.kernels.page_copy.api import page_copy
 from inms_jax.kernels.rope_shift.api import rope_shift
-from inms_jax.kernels.storage import encode
+from inms_jax.kernels.scaled import ScaledPages, put_slots, without_scales
 
 
 def write_tokens(
@@ -29,15 +29,9 @@ def write_tokens(
     """Put the keys and values of T tokens into (page, slot) of one layer. Rows of page 0 are dropped."""
     # An index past the pool: scatter drops it, so padding costs nothing and the null page stays as it is.
     row = jnp.where(write_page == 0, kv.k.shape[0], write_page + layer * kv.num_pages)
-
-    # Heads are indexed too, so that what is scattered are single rows of H: else a TPU program gives the pool another
-    # layout for the scatter, which copies it.
-    heads = jnp.arange(kv.k.shape[1], dtype=jnp.int32)[None]
-
-    def put(pages: Shaped[Array, "LP K B H"], new: Float[Array, "T K H"]) -> Shaped[Array, "LP K B H"]:
-        return pages.at[row[:, None], heads, write_slot[:, None]].set(encode(new, pages.dtype), mode="drop")
-
-    return KVPages(k=put(kv.k, k), v=put(kv.v, v), num_layers=kv.num_layers)
+    return KVPages(
+        k=put_slots(kv.k, row, write_slot, k), v=put_slots(kv.v, row, write_slot, v), num_layers=kv.num_layers
+    )
 
 
 @partial(jax.jit, donate_argnames=("kv",), static_argnames=("cut",))
@@ -49,11 +43,14 @@ def copy_pages(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"], *,
 
 
 def _copy(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"]) -> KVPages:
-    return KVPages(
-        k=page_copy(kv.k, src, dst, num_layers=kv.num_layers),
-        v=page_copy(kv.v, src, dst, num_layers=kv.num_layers),
-        num_layers=kv.num_layers,
-    )
+    # Scales have no head dim, which the kernels of chips cut pages by.
+    kind = "xla" if isinstance(kv.k, ScaledPages) else None
+
+    def copy(pages: Shaped[Array, "LP K B *H"]) -> Shaped[Array, "LP K B *H"]:
+        return page_copy(pages, src, dst, num_layers=kv.num_layers, implementation=kind)
+
+    copied: KVPages = jax.tree.map(copy, kv)
+    return copied
 
 
 @partial(jax.jit, donate_argnames=("kv",), static_argnames=("cut",))
@@ -68,6 +65,7 @@ def shift_pages(
 ) -> KVPages:
     """Copy page `src[i]` to page `dst[i]` in all layers, its keys rotated to stand `delta[i]` positions later;
     pad with 0 -> 0, delta 0. `kv` is donated. Give the page that was computed, not an earlier shift of it.
+    ValueError for int8 pages.
     """
     if cut is not None:
         return cut.on_each_device(_shift, kv, src, dst, delta, inv_freq)
@@ -83,6 +81,6 @@ def _shift(
 ) -> KVPages:
     return KVPages(
         k=rope_shift(kv.k, src, dst, delta, inv_freq=inv_freq, num_layers=kv.num_layers),
-        v=page_copy(kv.v, src, dst, num_layers=kv.num_layers),
+        v=page_copy(without_scales(kv.v, "rope_shift"), src, dst, num_layers=kv.num_layers),
         num_layers=kv.num_layers,
     )

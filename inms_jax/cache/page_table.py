@@ -1,4 +1,4 @@
-"""KVPages, the pool's two arrays, and PageTable, which says what each row of a batch reads from them.
+"""KVPages, the keys and values of the pool, and PageTable, which says what each row of a batch reads from them.
 
 Page 0 is the null page: padding points at it, nothing is ever read from it. Sharing is the same page id
 twice. Knows nothing of owners, reference counts or tokens.
@@ -9,9 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Int32
 
 from inms_jax.kernels.paged_attention.api import Level
+from inms_jax.kernels.scaled import Pages, empty_pages
 from inms_jax.kernels.state import register_state, static
 from inms_jax.kernels.storage import number_dtype, storage_dtype
 
@@ -33,8 +34,8 @@ class KVShape(Protocol):
 class KVPages:
     """Keys and values of all pages; page p of layer l is row `p + l * num_pages`. Donated by every step."""
 
-    k: Shaped[Array, "LP K B H"]
-    v: Shaped[Array, "LP K B H"]
+    k: Pages
+    v: Pages
     num_layers: int = static()
 
     @classmethod
@@ -42,7 +43,7 @@ class KVPages:
         """Empty pool of `num_pages` pages (the null page included) of `block_size` slots."""
         shape = (config.num_layers * num_pages, config.num_kv_heads, block_size, config.head_dim)
         stored = storage_dtype(dtype, platform)
-        return cls(k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored), num_layers=config.num_layers)
+        return cls(k=empty_pages(shape, stored), v=empty_pages(shape, stored), num_layers=config.num_layers)
 
     @property
     def num_pages(self) -> int:

@@ -3,6 +3,7 @@
 A program is compiled once per row count, whatever the lengths of the contexts. Knows nothing of requests.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from inms_jax.engine import sampling
 from inms_jax.engine.levels import SharedSplits
 from inms_jax.engine.request import RowSampling, SampledToken
 from inms_jax.engine.sampling import Greedy, SamplingState
+from inms_jax.kernels.choice import first_choice
 from inms_jax.kernels.paged_attention.api import Level
 from inms_jax.kernels.state import register_state
 from inms_jax.memory.plan import StepPlan
@@ -29,6 +31,8 @@ from inms_jax.models.first_layer import QUERIES, second_values
 from inms_jax.models.layers import WHOLE
 from inms_jax.models.llama import forward, unstack_layers
 from inms_jax.models.partition import Partition
+
+log = logging.getLogger("inms_jax")
 
 COPY_BUCKET = 8
 """Pages of the largest copy program; a plan has a power of two up to it, or whole multiples of it."""
@@ -125,6 +129,8 @@ class Runner:
         self._by_layer = put(unstack_layers(params)) if platform == "cpu" else self._stacked
         self._no_seen: dict[int, Array] = {}
         self.kv = self._empty_pages()
+        if self.kv.dtype == jnp.int8 and first_choice(None) != "xla":
+            log.warning("there is no Pallas kernel for int8 pages: attention runs in plain XLA on this %s", platform)
 
     def _empty_pages(self) -> KVPages:
         dtype, size, platform = kv_dtype(self.config, self._stacked), self.config.block_size, jax.default_backend()
@@ -134,7 +140,7 @@ class Runner:
 
     def lost_pages(self, error: Exception) -> bool:
         """Whether a failed step may have damaged the pages: it had taken them over, or the device itself failed."""
-        deleted = self.kv.k.is_deleted() or self.kv.v.is_deleted()
+        deleted = any(x.is_deleted() for x in jax.tree.leaves(self.kv))
         return bool(deleted or isinstance(error, jax.errors.JaxRuntimeError))
 
     def release(self) -> None:

@@ -50,7 +50,7 @@ def check_same(saved: Mapping[str, Any], identity: CacheIdentity, *, determinist
 
 def take_pages(
     memory: MemoryManager, runner: Runner, scopes: Mapping[Scope, Any]
-) -> tuple[list[SharedBlock], dict[str, Shaped[np.ndarray, "P L K B H"]]]:
+) -> tuple[list[SharedBlock], dict[str, Shaped[np.ndarray, "P L K B W"]]]:
     """The blocks of `scopes` that others may read, and what their pages hold. Engine thread."""
     known = memory.shared_blocks()
     places: dict[int, int] = {}
@@ -68,7 +68,7 @@ def put_pages(
     memory: MemoryManager,
     runner: Runner,
     blocks: Sequence[SharedBlock],
-    arrays: Mapping[str, Shaped[np.ndarray, "P L K B H"]],
+    arrays: Mapping[str, Shaped[np.ndarray, "P L K B W"]],
 ) -> RestoredPages:
     """Put blocks back as cached pages, as far as pages are free: nothing is evicted for them. Engine thread."""
     done: set[int] = set()
@@ -87,7 +87,7 @@ def _put_chain(
     runner: Runner,
     blocks: Sequence[SharedBlock],
     chain: Sequence[int],
-    arrays: Mapping[str, Shaped[np.ndarray, "P L K B H"]],
+    arrays: Mapping[str, Shaped[np.ndarray, "P L K B W"]],
 ) -> None:
     context = as_context([blocks[at] for at in chain])
     starts = np.cumsum([0, *(len(span.tokens) for span in context)])
@@ -144,7 +144,7 @@ class SpotCheck:
         self._memory.release(self._handle)
         self._memory.close_scope(self._scope)
 
-    def compare(self, k: Shaped[np.ndarray, "L K B H"], v: Shaped[np.ndarray, "L K B H"]) -> None:
+    def compare(self, k: Shaped[np.ndarray, "L K B W"], v: Shaped[np.ndarray, "L K B W"]) -> None:
         """SnapshotError unless these are the bits that this engine computes."""
         assert self._found is not None, "the request ended well"
         for name, saved, found in (("k", k, self._found[0][0]), ("v", v, self._found[1][0])):

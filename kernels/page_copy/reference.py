@@ -5,12 +5,12 @@ from jaxtyping import Int32, Shaped
 
 
 def page_copy(
-    pages: Shaped[np.ndarray, "LP K B H"],
+    pages: Shaped[np.ndarray, "LP K B *H"],
     src: Int32[np.ndarray, " C"],
     dst: Int32[np.ndarray, " C"],
     *,
     num_layers: int,
-) -> Shaped[np.ndarray, "LP K B H"]:
+) -> Shaped[np.ndarray, "LP K B *H"]:
     """See `api.page_copy`; plain numpy, a new array."""
     result = pages.copy()
     per_layer = pages.shape[0] // num_layers

@@ -5,12 +5,12 @@ from jaxtyping import Array, Int32, Shaped
 
 
 def page_copy(
-    pages: Shaped[Array, "LP K B H"],
+    pages: Shaped[Array, "LP K B *H"],
     src: Int32[Array, " C"],
     dst: Int32[Array, " C"],
     *,
     num_layers: int,
-) -> Shaped[Array, "LP K B H"]:
+) -> Shaped[Array, "LP K B *H"]:
     """See `api.page_copy`."""
     per_layer = pages.shape[0] // num_layers
     offset = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer  # L 1

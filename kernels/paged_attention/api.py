@@ -7,9 +7,10 @@ of one row. Knows nothing of models, of sequences or of who may read a page.
 from dataclasses import dataclass
 from typing import Final, cast
 
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from inms_jax.kernels.choice import call
+from inms_jax.kernels.scaled import Pages
 from inms_jax.kernels.state import register_state
 
 _IMPLEMENTATIONS: Final = ("reference", "xla", "pallas_gpu", "pallas_tpu")
@@ -40,8 +41,8 @@ class Level:
 
 def paged_attention(
     q: Float[Array, "G R N H"],
-    k: Shaped[Array, "LP K B H"],
-    v: Shaped[Array, "LP K B H"],
+    k: Pages,
+    v: Pages,
     level: Level,
     q_position: Int32[Array, "G R"],
     page_offset: Int32[Array, ""],

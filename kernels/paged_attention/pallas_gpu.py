@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from inms_jax.kernels.gpu import require_ampere
+from inms_jax.kernels.scaled import Pages, without_scales
 from inms_jax.kernels.sincos import sincos
 
 # Slots per split of a single tile of rows. Not a function of the other rows: part of the bits.
@@ -59,8 +60,8 @@ def _tiles(rows: int, B: int, H: int, itemsize: int, shifted: bool) -> _Tiles:
 
 def paged_attention(
     q: Float[Array, "G R N H"],
-    k: Shaped[Array, "LP K B H"],
-    v: Shaped[Array, "LP K B H"],
+    k: Pages,
+    v: Pages,
     page: Int32[Array, "G M"],
     begin: Int32[Array, "G M"],
     end: Int32[Array, "G M"],
@@ -77,6 +78,7 @@ def paged_attention(
     """See `api.paged_attention`. NotImplementedError for block sizes that are not powers of two of at least
     16, for heads above 256 or odd, and for pools stored as bits.
     """
+    k, v = without_scales(k, "Pallas GPU attention"), without_scales(v, "Pallas GPU attention")
     G, R, N, H = q.shape
     K, B = k.shape[1:3]
     M = page.shape[1]

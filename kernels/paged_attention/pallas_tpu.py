@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32, Shaped
 
+from inms_jax.kernels.scaled import Pages, without_scales
 from inms_jax.kernels.sincos import sincos
 from inms_jax.kernels.tpu_layout import LANES, VMEM_BYTES, slots_are_lanes
 
@@ -68,8 +69,8 @@ class _Sizes:
 
 def paged_attention(
     q: Float[Array, "G R N H"],
-    k: Shaped[Array, "LP K B H"],
-    v: Shaped[Array, "LP K B H"],
+    k: Pages,
+    v: Pages,
     page: Int32[Array, "G M"],
     begin: Int32[Array, "G M"],
     end: Int32[Array, "G M"],
@@ -88,6 +89,7 @@ def paged_attention(
     NotImplementedError as `slots_are_lanes` says, and for more entries than scalar memory holds. `interpret` is
     for tests.
     """
+    k, v = without_scales(k, "Pallas TPU attention"), without_scales(v, "Pallas TPU attention")
     G, R, N, H = q.shape
     K, M = k.shape[1], page.shape[1]
     sizes = _plan(q, k, page, shifted=shift is not None, scale=scale)

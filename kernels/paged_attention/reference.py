@@ -6,16 +6,17 @@ everything; knows nothing of speed.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from inms_jax.kernels.rotation import rotate
+from inms_jax.kernels.scaled import Pages, ScaledPages
 from inms_jax.kernels.storage import decode
 
 
 def paged_attention(
     q: Float[Array, "G R N H"],
-    k: Shaped[Array, "LP K B H"],
-    v: Shaped[Array, "LP K B H"],
+    k: Pages,
+    v: Pages,
     page: Int32[Array, "G M"],
     begin: Int32[Array, "G M"],
     end: Int32[Array, "G M"],
@@ -41,14 +42,14 @@ def paged_attention(
     target = (position[..., None] + slot)[:, None] + shifts[..., None]  # G R M B
     visible = used[:, None] & (target <= q_position[..., None, None])
 
-    keys = decode(k[page + page_offset])  # G M K B H
+    keys = _numbers(k, page + page_offset)  # G M K B H
     keys = jnp.broadcast_to(keys[:, None], (G, R, M, K, B, H))
     if shift is not None:
         assert inv_freq is not None
         angle = shift.astype(jnp.float32)[..., None] * inv_freq[None, None, None]  # G R M h
         cos, sin = jnp.cos(angle)[:, :, :, None, None], jnp.sin(angle)[:, :, :, None, None]
         keys = rotate(keys, cos, sin)
-    values = decode(v[page + page_offset])
+    values = _numbers(v, page + page_offset)
     values = jnp.where(visible.any(axis=1)[:, :, None, :, None], values, 0.0)
 
     queries = q.astype(jnp.float32).reshape(G, R, K, heads_per_kv, H) * scale
@@ -63,3 +64,9 @@ def paged_attention(
     ).reshape(G, R, N, H)
     out = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return out, jnp.where(top[..., 0] == -jnp.inf, 0.0, top[..., 0]) + jnp.log(total)
+
+
+def _numbers(pages: Pages, ids: Int32[Array, "G M"]) -> Float[Array, "G M K B H"]:
+    if isinstance(pages, ScaledPages):
+        return pages.numbers[ids].astype(jnp.float32) * pages.scale[ids][..., None]
+    return decode(pages[ids])

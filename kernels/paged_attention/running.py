@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from inms_jax.kernels.reduction import ordered_sum
-from inms_jax.kernels.storage import decode
+from inms_jax.kernels.scaled import Pages, take_pages
 
 # Queries are scaled by this besides, which makes scores base-2 exponents.
 LOG2_E = math.log2(math.e)
@@ -61,8 +61,8 @@ def slot_positions(
 
 def one_split(
     queries: Float[Array, "G K Q H"],
-    k: Shaped[Array, "LP K B H"],
-    v: Shaped[Array, "LP K B H"],
+    k: Pages,
+    v: Pages,
     ids: Int32[Array, "G n"],
     slots: Int32[Array, "G W"],
     limit: Int32[Array, "G Q"],
@@ -71,7 +71,7 @@ def one_split(
 
     `queries` carry the softmax scale times LOG2_E.
     """
-    keys, values = _load(k, ids), _load(v, ids)
+    keys, values = take_pages(k, ids), take_pages(v, ids)
     # Slots that no row sees may hold NaN, and 0 * NaN would spread.
     seen = slots <= limit.max(axis=1, keepdims=True)  # G W
     values = jnp.where(seen[:, None, :, None], values, 0.0)
@@ -107,8 +107,8 @@ def _power_of_two(exponent: Float[Array, "G K Q"]) -> Float[Array, "G K Q"]:
 def absorb(
     running: Running,
     queries: Float[Array, "G K Q H"],
-    k: Shaped[Array, "LP K B H"],
-    v: Shaped[Array, "LP K B H"],
+    k: Pages,
+    v: Pages,
     ids: Int32[Array, "G n"],
     slots: Int32[Array, "G W"],
     limit: Int32[Array, "G Q"],
@@ -122,11 +122,3 @@ def finish(running: Running) -> tuple[Float[Array, "G K Q H"], Float[Array, "G K
     divisor = jnp.where(running.total == 0, 1.0, running.total)
     lse = jnp.where(running.total == 0, -jnp.inf, running.top * math.log(2) + jnp.log(divisor))
     return running.mixed / divisor[..., None], lse
-
-
-def _load(pages: Shaped[Array, "LP K B H"], ids: Int32[Array, "G n"]) -> Float[Array, "G K W H"]:
-    """The pages of one split side by side, in float32. Host code has validated the ids."""
-    G, n = ids.shape
-    _, K, B, H = pages.shape
-    loaded = pages.at[ids].get(mode="promise_in_bounds")  # G n K B H
-    return decode(loaded.transpose(0, 2, 1, 3, 4).reshape(G, K, n * B, H))

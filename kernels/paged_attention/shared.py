@@ -7,12 +7,13 @@ changes the grouping only. Plain XLA; knows nothing of how rows were put into le
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from inms_jax.kernels.paged_attention.api import Level
 from inms_jax.kernels.paged_attention.running import LOG2_E, NEVER, Running, absorb, empty, finish, join, one_split
 from inms_jax.kernels.paged_attention.running import slot_positions as positions_of
 from inms_jax.kernels.paged_attention.xla import fold_heads, splits, unfold_heads
+from inms_jax.kernels.scaled import Pages
 
 # Rows of one product. With a head dim of 32, products of 96 and more rows round differently from smaller ones.
 MOST_PRODUCT_ROWS = 32
@@ -20,8 +21,8 @@ MOST_PRODUCT_ROWS = 32
 
 def shared_attention(
     q: Float[Array, "S N H"],
-    k: Shaped[Array, "LP K B H"],
-    v: Shaped[Array, "LP K B H"],
+    k: Pages,
+    v: Pages,
     shared: Level,
     own: Level,
     q_position: Int32[Array, " S"],

@@ -14,10 +14,11 @@ splits do not depend on the rows, and slots that a row may not see change nothin
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from inms_jax.kernels.paged_attention.running import LOG2_E, NEVER, Running, absorb, empty, finish, slot_positions
 from inms_jax.kernels.rotation import rotate
+from inms_jax.kernels.scaled import Pages
 
 # Slots per iteration. 512 was 15% faster for a chunk of 256 rows behind 1,280 tokens and 30% slower for 8
 # single rows. Part of the bits: the same for every program.
@@ -26,8 +27,8 @@ _SPLIT_SLOTS = 256
 
 def paged_attention(
     q: Float[Array, "G R N H"],
-    k: Shaped[Array, "LP K B H"],
-    v: Shaped[Array, "LP K B H"],
+    k: Pages,
+    v: Pages,
     page: Int32[Array, "G M"],
     begin: Int32[Array, "G M"],
     end: Int32[Array, "G M"],

@@ -11,12 +11,13 @@ from typing import Final, cast
 from jaxtyping import Array, Float, Int32, Shaped
 
 from inms_jax.kernels.choice import call
+from inms_jax.kernels.scaled import Pages, ScaledPages
 
 _IMPLEMENTATIONS: Final = ("xla", "pallas_gpu", "pallas_tpu")
 
 
 def rope_shift(
-    pages: Shaped[Array, "LP K B H"],
+    pages: Pages,
     src: Int32[Array, " C"],
     dst: Int32[Array, " C"],
     delta: Int32[Array, " C"],
@@ -36,8 +37,13 @@ def rope_shift(
     or (2i, 2i + 1) when `interleaved`. A delta of 0 copies the bits of finite keys. Lists of fewer than C
     copies are padded with 0 -> 0, delta 0. No page may be in `dst` twice, 0 aside; a page may be in both
     lists. Ids are validated on the host. In place when the caller donates `pages`.
-    ValueError for sizes that do not fit together or an implementation that does not exist.
+    ValueError for int8 pages, sizes that do not fit together or an implementation that does not exist.
     """
+    if isinstance(pages, ScaledPages):
+        raise ValueError(
+            "rope_shift of int8 pages would round rotated keys to int8 a second time: leave the pages where they are "
+            "and read them with a shift in the page table, which rotates queries; or use another kv_cache_dtype."
+        )
     H = pages.shape[3]
     width = H if rotary_dim is None else rotary_dim
     if width % 2 or not 0 < width <= H:

@@ -12,30 +12,37 @@ from tests.tiny import tiny_model
 
 def pool(dtype: str, num_pages: int = 20) -> KVPages:
     empty = KVPages.create(tiny_model().config, num_pages, 8, jnp.dtype(dtype), "cpu")
-    bits = np.random.default_rng(0).integers(0, 2**16, (2, *empty.k.shape), np.uint16)
-    k, v = (jnp.asarray(b.view(empty.k.dtype) if empty.k.dtype.itemsize == 2 else b.astype(np.float32)) for b in bits)
-    return KVPages(k=k, v=v, num_layers=empty.num_layers)
+    rng = np.random.default_rng(0)
+
+    def bits(x: jax.Array) -> jax.Array:
+        raw = rng.integers(0, 2**16, x.shape, np.uint16)
+        return jnp.asarray(raw.view(x.dtype) if x.dtype.itemsize == 2 else raw.astype(x.dtype))
+
+    filled: KVPages = jax.tree.map(bits, empty)
+    return filled
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def by_page(x: jax.Array) -> np.ndarray:
+    """[L, P, ...], a copy."""
+    return np.asarray(x).reshape(2, -1, *x.shape[1:]).copy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("pages", [[], [3], list(range(1, 20)), [7, 2, 19]])
 def test_pages_survive_the_way_to_the_host_and_back(dtype: str, pages: list[int]) -> None:
     kv = pool(dtype)
-    before_k, before_v = np.asarray(kv.k).copy(), np.asarray(kv.v).copy()
+    before = jax.tree.map(by_page, kv)
     k, v = read_pages(kv, pages)
-    assert k.shape == (len(pages), 2, 2, 8, 16)
-    for i, page in enumerate(pages):
-        for layer in range(2):
-            assert k[i, layer].tobytes() == before_k[page + layer * 20].tobytes()
-            assert v[i, layer].tobytes() == before_v[page + layer * 20].tobytes()
-    empty = KVPages(k=jnp.zeros_like(kv.k), v=jnp.zeros_like(kv.v), num_layers=2)
-    back = write_pages(empty, pages, k, v)
-    rows = [page + layer * 20 for page in pages for layer in range(2)]
-    others = np.setdiff1d(np.arange(40), rows)
-    assert np.asarray(back.k)[rows].tobytes() == before_k[rows].tobytes()
-    assert np.asarray(back.v)[rows].tobytes() == before_v[rows].tobytes()
-    assert not np.asarray(back.k)[others].any()
-    assert not np.asarray(back.v)[others].any()
+    assert k.shape == v.shape == (len(pages), 2, 2, 8, 20 if dtype == "int8" else 16)
+    if dtype != "int8":
+        for i, page in enumerate(pages):
+            assert k[i].tobytes() == before.k[:, page].tobytes()
+            assert v[i].tobytes() == before.v[:, page].tobytes()
+    back = jax.tree.map(by_page, write_pages(jax.tree.map(jnp.zeros_like, kv), pages, k, v))
+    others = np.setdiff1d(np.arange(20), pages)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(back), strict=True):
+        assert new[:, pages].tobytes() == old[:, pages].tobytes()
+        assert not new[:, others].any()
 
 
 def test_writing_pages_does_not_copy_the_pool() -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inms_jax.cache.page_ops import copy_pages, write_tokens
+from inms_jax.cache.page_ops import copy_pages, shift_pages, write_tokens
 from inms_jax.cache.page_table import KVPages
 from tests.oracles import golden
 
@@ -31,34 +31,45 @@ def test_tokens_are_written_to_one_layer_and_padding_is_dropped(dtype):
         np.testing.assert_array_equal(numbers.astype(jnp.float32).reshape(expected.shape), expected)
 
 
-def test_copied_pages_are_equal_in_every_layer():
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_copied_pages_are_equal_in_every_layer(dtype):
     rng = np.random.default_rng(1)
-    kv = KVPages.create(CONFIG, 5, 8, jnp.float32, "cpu")
-    kv = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), kv)
-    old = jax.tree.map(lambda x: np.asarray(x).reshape(LAYERS, 5, K, 8, H).copy(), kv)
+    kv = KVPages.create(CONFIG, 5, 8, dtype, "cpu")
+    kv = jax.tree.map(lambda x: jnp.asarray(100 * rng.standard_normal(x.shape), x.dtype), kv)
+    old = jax.tree.map(lambda x: np.asarray(x).reshape(LAYERS, 5, *x.shape[1:]).copy(), kv)
     new = copy_pages(kv, jnp.array([2, 0, 0], jnp.int32), jnp.array([4, 0, 0], jnp.int32))
-    for before, after in ((old.k, new.k), (old.v, new.v)):
+    assert len(jax.tree.leaves(new)) == (4 if dtype == "int8" else 2)
+    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         expected = before.copy()
         expected[:, 4] = before[:, 2]
         np.testing.assert_array_equal(np.asarray(after).reshape(expected.shape), expected)
 
 
-def test_writes_and_copies_do_not_copy_the_pool():
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_writes_and_copies_do_not_copy_the_pool(dtype):
     lists = jax.ShapeDtypeStruct((4,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((4, K, H), jnp.float32)
     write = jax.jit(functools.partial(write_tokens, layer=1), donate_argnames=("kv",))
     temps = []
     for num_pages in (256, 2048):
-        kv = jax.eval_shape(lambda n=num_pages: KVPages.create(CONFIG, n, 8, jnp.float32, "cpu"))
+        kv = jax.eval_shape(lambda n=num_pages: KVPages.create(CONFIG, n, 8, dtype, "cpu"))
         copied = copy_pages.lower(kv, lists, lists).compile().memory_analysis()
         written = write.lower(kv, write_page=lists, write_slot=lists, k=tokens, v=tokens).compile().memory_analysis()
         assert copied is not None
         assert written is not None
-        pool = 2 * kv.k.size * 4
+        pool = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv))
         assert copied.alias_size_in_bytes == written.alias_size_in_bytes == pool
         temps.append((copied.temp_size_in_bytes, written.temp_size_in_bytes))
     assert temps[0] == temps[1]
     assert max(temps[1]) < pool / 20
+
+
+def test_int8_pages_are_not_moved_to_other_positions():
+    kv = KVPages.create(CONFIG, 5, 8, jnp.int8, "cpu")
+    none = jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match="rope_shift of int8 pages would round rotated keys to int8 a second time"):
+        shift_pages(kv, none, none, none, jnp.ones(H // 2))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(kv))
 
 
 def test_use_of_a_donated_pool_is_an_error():

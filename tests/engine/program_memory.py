@@ -1,9 +1,9 @@
 """Compile the engine's prefill and decode programs of a large model from shapes alone, and print what memory they take.
 
 A program of its own, because libtpu takes a lock and speaks on stderr: `TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu
-ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.engine.program_memory v5p llama-2-7b [--full]` prints a line of JSON per
-program, each compiled for two pools; `cpu` in place of a chip needs no libtpu, `v5e` is four chips that share a model.
-No weight and no page is allocated. Bytes are those of one device.
+ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.engine.program_memory v5p llama-2-7b [--full] [--int8-kv]` prints a line of
+JSON per program, each compiled for two pools; `cpu` in place of a chip needs no libtpu, `v5e` is four chips that share
+a model. No weight and no page is allocated. Bytes are those of one device.
 """
 
 import functools
@@ -39,7 +39,7 @@ ENTRIES = 32  # of each row: 4,096 tokens
 class Shapes:
     """Arrays without numbers, on one device or over the devices that share `model`."""
 
-    def __init__(self, platform: str, model: ModelConfig) -> None:
+    def __init__(self, platform: str, model: ModelConfig, *, int8_kv: bool) -> None:
         on_cpu = platform == "cpu"
         topology = None if on_cpu else topologies.get_topology_desc(TOPOLOGIES[platform], "tpu")
         devices = jax.devices() if topology is None else topology.devices
@@ -50,7 +50,8 @@ class Shapes:
         if self.partition is not None:
             self.everywhere = NamedSharding(self.partition.mesh, PartitionSpec())
         self.platform = "cpu" if on_cpu else "tpu"
-        self.dtype = jnp.float32 if on_cpu else jnp.bfloat16  # what an engine takes there by default
+        self.dtype: Any = jnp.float32 if on_cpu else jnp.bfloat16  # what an engine takes there by default
+        self.kv_dtype: Any = jnp.int8 if int8_kv else self.dtype
 
     def array(self, shape: tuple[int, ...], dtype: Any = jnp.int32, sharding: Any = None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self.everywhere)
@@ -68,8 +69,8 @@ class Shapes:
 
     def pages(self, device_bytes: int) -> Any:
         local = self.model if self.partition is None else self.partition.local
-        num_pages = device_bytes // (BLOCK * local.kv_bytes_per_token(jnp.dtype(self.dtype).itemsize))
-        create = functools.partial(KVPages.create, self.model, num_pages, BLOCK, self.dtype, self.platform)
+        num_pages = device_bytes // (BLOCK * local.kv_bytes_per_token(jnp.dtype(self.kv_dtype).itemsize))
+        create = functools.partial(KVPages.create, self.model, num_pages, BLOCK, self.kv_dtype, self.platform)
         spec = PartitionSpec() if self.partition is None else self.partition.pages.spec
         return jax.tree.map(lambda x: self.cut(x, spec), jax.eval_shape(create))
 
@@ -129,8 +130,8 @@ def gathered(program: str) -> int:
     return max((math.prod(int(n) for n in shape.split(",")) for shape in shapes), default=0)
 
 
-def measure(platform: str, model: ModelConfig, tokens: int | None) -> dict[str, Any]:
-    shapes = Shapes(platform, model)
+def measure(platform: str, model: ModelConfig, tokens: int | None, *, int8_kv: bool = False) -> dict[str, Any]:
+    shapes = Shapes(platform, model, int8_kv=int8_kv)
     found: dict[str, Any] = {"platform": platform, "model": model.name, "prefill": tokens}
     for name in ("pool", "arguments", "temporaries", "in_place", "gathered"):
         found[name] = []
@@ -145,12 +146,12 @@ def measure(platform: str, model: ModelConfig, tokens: int | None) -> dict[str, 
     return found
 
 
-def main(platform: str, presets: list[str], full: bool) -> None:
+def main(platform: str, presets: list[str], *, full: bool, int8_kv: bool) -> None:
     for preset in presets:
         for tokens in (512 if full else 64, None):
-            print(json.dumps(measure(platform, model_preset(preset), tokens)), flush=True)
+            print(json.dumps(measure(platform, model_preset(preset), tokens, int8_kv=int8_kv)), flush=True)
 
 
 if __name__ == "__main__":
     names = [x for x in sys.argv[1:] if not x.startswith("-")]
-    main(names[0], names[1:], "--full" in sys.argv)
+    main(names[0], names[1:], full="--full" in sys.argv, int8_kv="--int8-kv" in sys.argv)

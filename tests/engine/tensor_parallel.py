@@ -3,7 +3,8 @@
 A program of its own, because the number of devices is fixed when jax starts:
 `XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.engine.tensor_parallel 8/2:1,2,4` runs a tiny model
 of 8 query and 2 kv heads on 1, 2 and 4 devices; `--demo` adds the three agents, without and with sharing, on the last
-number of devices. `smollm2:3` is the real model on 3.
+number of devices. `kv_cache_dtype=int8`, or any other option of an
+engine, goes to the tiny ones. `smollm2:3` is the real model on 3.
 """
 
 import dataclasses
@@ -102,7 +103,7 @@ def converse(llm: LLM) -> list[list[tuple[int, float]]]:
     return said
 
 
-def run_tiny(heads: int, kv_heads: int, sizes: list[int], demo: bool) -> None:
+def run_tiny(heads: int, kv_heads: int, sizes: list[int], demo: bool, chosen: dict[str, str]) -> None:
     model = tiny(heads, kv_heads)
     for size in sizes:
         warnings: list[str] = []
@@ -110,7 +111,7 @@ def run_tiny(heads: int, kv_heads: int, sizes: list[int], demo: bool) -> None:
         handler.emit = lambda record, to=warnings: to.append(record.getMessage())  # type: ignore[method-assign,misc]
         logging.getLogger("inms_jax").addHandler(handler)
         step, copy = Programs("step", runner.step), Programs("copy_pages", page_ops.copy_pages)
-        options: dict[str, Any] = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+        options: dict[str, Any] = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, **chosen}
         with (
             unittest.mock.patch.object(runner, "step", step),
             unittest.mock.patch.object(runner, "copy_pages", copy),
@@ -124,9 +125,8 @@ def run_tiny(heads: int, kv_heads: int, sizes: list[int], demo: bool) -> None:
                 "size": size,
                 "said": said,
                 "log": warnings,
-                "devices": len(pages.k.sharding.device_set),
+                "devices": len(jax.tree.leaves(pages)[0].sharding.device_set),
                 "part_bytes": sum(parts),
-                "pool_elements": pages.k.size,
                 "expected_bytes": llm.stats().memory.total * llm.page_bytes,
                 "programs": [*step.read(), *copy.read()] if size > 1 else [],
             }
@@ -156,8 +156,9 @@ def run_smollm2(size: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    chosen = dict(argument.split("=") for argument in arguments if "=" in argument)
     for argument in arguments:
-        if argument.startswith("-"):
+        if argument.startswith("-") or "=" in argument:
             continue
         name, sizes = argument.split(":")
         numbers = [int(n) for n in sizes.split(",")]
@@ -165,7 +166,7 @@ def main(arguments: list[str]) -> None:
             run_smollm2(numbers[0])
         else:
             heads, kv_heads = name.split("/")
-            run_tiny(int(heads), int(kv_heads), numbers, "--demo" in arguments)
+            run_tiny(int(heads), int(kv_heads), numbers, "--demo" in arguments, chosen)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def check(found: dict[str, Any]) -> None:
         assert held <= arguments <= 1.02 * held, found
         assert in_place == pool, f"not in place: {found}"
         assert temporaries < 0.1 * pool, f"temporaries of the pool's size: {found}"
-    assert found["temporaries"][0] == found["temporaries"][1], f"temporaries grow with the pool: {found}"
+    assert found["temporaries"][0] >= found["temporaries"][1], f"temporaries grow with the pool: {found}"
     # Hidden states cross between devices, and logits; a page or a matrix is larger than both.
     assert max(found["gathered"]) <= 8 * model.vocab_size
     layer = (found["weights"] - _tables(found) // devices) // model.num_layers
@@ -80,8 +80,8 @@ def _tables(found: dict[str, Any]) -> int:
     return 2 * model.vocab_size * model.hidden_size * (4 if found["platform"] == "cpu" else 2)
 
 
-def check_all(platform: str, *presets: str, full: bool = False) -> None:
-    found = programs(platform, *presets, *(["--full"] if full else []))
+def check_all(platform: str, *presets: str, options: tuple[str, ...] = ()) -> None:
+    found = programs(platform, *presets, *options)
     assert [(x["model"], x["prefill"] is None) for x in found] == [(p, d) for p in presets for d in (False, True)]
     for program in found:
         check(program)
@@ -103,7 +103,14 @@ def test_programs_for_four_tpus_that_share_a_model() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("platform", ["cpu", *(pytest.param(chip, marks=needs_libtpu) for chip in ("v5p", "v5e"))])
+def test_programs_with_int8_pages(platform: str) -> None:
+    """Attention is plain XLA everywhere, and neither numbers nor scales are copied or widened."""
+    check_all(platform, "llama-2-7b", options=("--int8-kv",))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("platform", ["cpu", *(pytest.param(chip, marks=needs_libtpu) for chip in ("v5p", "v5e"))])
 def test_programs_with_full_chunks(platform: str, preset: str) -> None:
-    check_all(platform, preset, full=True)
+    check_all(platform, preset, options=("--full",))

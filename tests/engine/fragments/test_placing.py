@@ -37,7 +37,7 @@ def spans(agent: Agent) -> list[Span]:
     return agent._conversation.spans(generate=False)
 
 
-def check_against_oracle(agent: Agent, output: RequestOutput) -> None:
+def check_against_oracle(agent: Agent, output: RequestOutput, tolerance: float = 1e-4) -> None:
     """The answer's log-probabilities are those of the dense computation, teacher-forced on what was said."""
     context = agent._conversation.spans(generate=True)
     model = tiny_model()
@@ -46,7 +46,7 @@ def check_against_oracle(agent: Agent, output: RequestOutput) -> None:
     start = len(output.prompt_token_ids)
     flat = [token for span in context for token in span.tokens]
     assert tuple(flat[start : start + len(ids)]) == ids
-    np.testing.assert_allclose(logprobs, [expected[start - 1 + i, t] for i, t in enumerate(ids)], atol=1e-4)
+    np.testing.assert_allclose(logprobs, [expected[start - 1 + i, t] for i, t in enumerate(ids)], atol=tolerance)
 
 
 @pytest.mark.parametrize("link", [0, 1, 16, 40])

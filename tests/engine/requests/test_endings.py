@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 
+import jax
 import pytest
 
 from inms_jax import LLM, Agent, SamplingParams
@@ -82,7 +83,7 @@ def test_a_failing_step_fails_its_requests_only(llm: LLM, monkeypatch: pytest.Mo
         real = llm._core.runner.decode
 
         def broken(*plan: object) -> object:
-            llm._core.runner.kv.k.delete()
+            jax.tree.leaves(llm._core.runner.kv)[0].delete()
             raise RuntimeError("device lost")
 
         monkeypatch.setattr(llm._core.runner, "decode", broken)
