@@ -104,6 +104,23 @@ def test_memory_manager_times_lookups_and_locks(tmp_path):
     assert "turns/s with a lock per tenant" in printed
 
 
+@pytest.mark.full
+@pytest.mark.model
+def test_int8_pages_are_compared_with_float32(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found, _ = run(tmp_path, "int8_kv", "--passages", "2", "--tokens", "64")
+    lines = {line["form"]: line for line in found["forms"]}
+    assert {line["tokens"] for line in lines.values()} == {128}
+    assert {name: line["kv_bytes_per_token"] for name, line in lines.items()} == {
+        "float32": 46080,
+        "bfloat16": 23040,
+        "float16": 23040,
+        "int8": 12240,
+    }
+    assert lines["float32"]["kl_mean"] == 0
+    assert lines["float16"]["kl_mean"] < lines["bfloat16"]["kl_mean"] < lines["int8"]["kl_mean"] < 5e-3
+
+
 def test_a_long_run_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     found, _ = run(tmp_path, "long_run", "--requests", "300", "--every", "100")
