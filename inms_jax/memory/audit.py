@@ -49,6 +49,9 @@ def statistics(commons: Commons, parts: Items[Partition], past: Totals) -> Memor
         evictions=totals.evictions,
         dropped_sequences=totals.dropped_sequences,
         quota_refusals=totals.quota_refusals,
+        sequences=Counter(seq.state for part in parts for seq in part.sequences),
+        offloaded=sum(len(seq.offloaded) for part in parts for seq in part.sequences),
+        expired_sequences=totals.expired_sequences,
     )
 
 

@@ -41,6 +41,9 @@ class SequenceState(_Name):
     PREFILL = "prefill"
     ACTIVE = "active"
     IDLE = "idle"
+    PAUSED = "paused"
+    OFFLOADED = "offloaded"
+    EXPIRED = "expired"
     CLOSED = "closed"
 
 
@@ -49,6 +52,10 @@ class SequenceEvent(_Name):
     PROMPT_DONE = "prompt done"
     FINISH = "finish turn"
     ABORT = "abort turn"
+    PAUSE = "pause"
+    OFFLOAD = "offload"
+    RESUME = "resume"
+    EXPIRE = "expire"
     RELEASE = "release"
 
 
@@ -71,10 +78,24 @@ SEQUENCE_TRANSITIONS: Mapping[tuple[SequenceState, SequenceEvent], SequenceState
     (SequenceState.ACTIVE, SequenceEvent.FINISH): SequenceState.IDLE,
     (SequenceState.PREFILL, SequenceEvent.ABORT): SequenceState.IDLE,
     (SequenceState.ACTIVE, SequenceEvent.ABORT): SequenceState.IDLE,
+    (SequenceState.NEW, SequenceEvent.PAUSE): SequenceState.PAUSED,
+    (SequenceState.IDLE, SequenceEvent.PAUSE): SequenceState.PAUSED,
+    (SequenceState.PAUSED, SequenceEvent.PAUSE): SequenceState.PAUSED,
+    (SequenceState.PAUSED, SequenceEvent.OFFLOAD): SequenceState.OFFLOADED,
+    (SequenceState.PAUSED, SequenceEvent.RESUME): SequenceState.IDLE,
+    (SequenceState.OFFLOADED, SequenceEvent.RESUME): SequenceState.IDLE,
+    (SequenceState.PAUSED, SequenceEvent.BEGIN): SequenceState.PREFILL,
+    (SequenceState.OFFLOADED, SequenceEvent.BEGIN): SequenceState.PREFILL,
+    (SequenceState.NEW, SequenceEvent.EXPIRE): SequenceState.EXPIRED,
+    (SequenceState.IDLE, SequenceEvent.EXPIRE): SequenceState.EXPIRED,
+    (SequenceState.PAUSED, SequenceEvent.EXPIRE): SequenceState.EXPIRED,
+    (SequenceState.OFFLOADED, SequenceEvent.EXPIRE): SequenceState.EXPIRED,
     (SequenceState.NEW, SequenceEvent.RELEASE): SequenceState.CLOSED,
     (SequenceState.PREFILL, SequenceEvent.RELEASE): SequenceState.CLOSED,
     (SequenceState.ACTIVE, SequenceEvent.RELEASE): SequenceState.CLOSED,
     (SequenceState.IDLE, SequenceEvent.RELEASE): SequenceState.CLOSED,
+    (SequenceState.PAUSED, SequenceEvent.RELEASE): SequenceState.CLOSED,
+    (SequenceState.OFFLOADED, SequenceEvent.RELEASE): SequenceState.CLOSED,
 }
 
 S = TypeVar("S", PageState, SequenceState)

@@ -4,40 +4,39 @@ Every operation is atomic and validates before it changes anything. Plans say wh
 committed after the step was dispatched. Knows nothing of the device, of text, or of who runs next.
 """
 
+import contextlib
 import secrets
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-from inms_jax.errors import ClosedError, ConfigError, InmsError, InvalidRequestError, StateError
+from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError, StateError
 from inms_jax.memory import audit
-from inms_jax.memory.commons import Commons, Crowded
+from inms_jax.memory.commons import Commons
 from inms_jax.memory.events import KVEvent, KVEventKind
 from inms_jax.memory.fingerprint import CacheIdentity, Fingerprints, HashFunction, keyed_blake2b
 from inms_jax.memory.forking import fork
+from inms_jax.memory.lease import Expired, Sweep, check_ttl
 from inms_jax.memory.lifecycle import SequenceEvent, SequenceState
+from inms_jax.memory.operations import Operations
 from inms_jax.memory.partition import Partition, move, require_no_plan, require_prefill
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row, Span
 from inms_jax.memory.pool import PagePool
 from inms_jax.memory.quota import Ledger, Quota, for_mode
-from inms_jax.memory.registry import Registry
-from inms_jax.memory.repair import repair
 from inms_jax.memory.room import room_for_reserves
 from inms_jax.memory.sequence import Sequence
 from inms_jax.memory.shared_blocks import SharedBlock, shared_blocks
 from inms_jax.memory.stats import Admission, MatchResult, MemoryStats, PageInfo, SequenceHandle, TurnUsage
 from inms_jax.memory.tier import Scope, Tier
-from inms_jax.memory.totals import Totals
 from inms_jax.memory.turns import begin_turn, end_turn
+from inms_jax.memory.writing import Move
 
 T = TypeVar("T")
 
 __all__ = ["MemoryManager", "PrefillChunk", "SequenceHandle"]
 
 
-class MemoryManager:
+class MemoryManager(Operations):
     """Pages of one pool for many sequences.
 
     `provisional_decode`: pages written by decode get no key and are computed again by the next turn's prefill.
@@ -61,16 +60,10 @@ class MemoryManager:
                 f"{identity.block_size}."
             )
         self.num_pages = num_pages
-        self.block_size = block_size
         self.pool_mode = pool_mode
-        # Held by who adds or removes a tenant, and by who takes the locks of all, in the order in which they came.
-        self._tenants_lock = threading.RLock()
-        self._provisional_decode = provisional_decode
         fingerprints = Fingerprints(identity, hash_function or keyed_blake2b(secrets.token_bytes(32)))
-        self._commons = Commons(PagePool(num_pages), Ledger(num_pages - 1), fingerprints, enable_prefix_caching)
-        self._registry = Registry()
-        self._parts: dict[str, Partition] = {}
-        self._past = Totals()
+        commons = Commons(PagePool(num_pages), Ledger(num_pages - 1), fingerprints, enable_prefix_caching)
+        super().__init__(commons, block_size=block_size, provisional_decode=provisional_decode)
 
     # Tenants and scopes
 
@@ -241,10 +234,63 @@ class MemoryManager:
     def drop(self, handle: SequenceHandle) -> None:
         """Give up the KV of a sequence that is between turns; its next turn computes it again."""
         with self._sequence(handle) as (part, seq):
-            if seq.in_turn or seq.pinned:
+            if seq.in_turn or seq.pinned or seq.state is SequenceState.PAUSED:
                 what = "pinned" if seq.pinned else repr(seq.state.value)
                 raise StateError(f"{seq.name} is {what}: only sequences between turns, not pinned, are dropped.")
             part.drop(seq)
+
+    # Leases, pauses, host memory
+
+    def lease(self, handle: SequenceHandle, ttl: int | float | None, now: int | float) -> None:
+        """Let the sequence live until nobody has used it for `ttl` seconds; None, as at first, is without end."""
+        check_ttl("a lease", ttl)
+        with self._sequence(handle) as (_, seq):
+            seq.lease.ttl, seq.lease.renewed = ttl, now
+
+    def renew(self, handle: SequenceHandle, now: int | float) -> None:
+        """The sequence is in use."""
+        with self._sequence(handle) as (_, seq):
+            seq.lease.renewed = now
+
+    def sweep(self, now: int | float) -> Sweep:
+        """End the sequences whose lease is over: their handles are stale, their pages are those of a released one."""
+        found = [one for tenant in list(self._parts) for one in self._sweep(tenant, now)]
+        return Sweep(
+            tuple(one for one in found if isinstance(one, Expired)),
+            tuple(one for one in found if isinstance(one, SequenceHandle)),
+        )
+
+    def _sweep(self, tenant: str, now: int | float) -> list[Expired | SequenceHandle]:
+        with contextlib.suppress(ClosedError), self._tenant(tenant) as part:  # it may be gone meanwhile
+            return list(part.sweep(now))
+        return []
+
+    def pause(self, handle: SequenceHandle, until: int | float | None) -> None:
+        """Keep the KV of a sequence between turns, whatever others need, until a sweep finds that it is `until`."""
+        with self._sequence(handle) as (_, seq):
+            move(seq, SequenceEvent.PAUSE)
+            seq.lease.paused_until = until
+
+    def resume(self, handle: SequenceHandle) -> None:
+        """End a pause. The next turn ends it too."""
+        with self._sequence(handle) as (_, seq):
+            move(seq, SequenceEvent.RESUME)
+
+    def offload(self, handle: SequenceHandle, download: Move) -> int:
+        """Give up the private pages of a paused sequence after `download` has copied them; the number of them.
+
+        `download` and `upload` take page ids and as many keys. Nothing is given up when it raises.
+        """
+        with self._sequence(handle) as (part, seq):
+            return part.writer.offload(seq, download)
+
+    def restore(self, handle: SequenceHandle, upload: Move) -> int:
+        """Have `upload` fill pages with blocks that were offloaded, as far as this turn needs them next; tokens of
+        them.
+        """
+        with self._sequence(handle) as (part, seq):
+            require_prefill(seq)
+            return part.writer.restore(seq, upload)
 
     def empty(self, tenant: str) -> int:
         """Free every page of a tenant that no turn needs and that is not pinned; the number freed."""
@@ -291,96 +337,3 @@ class MemoryManager:
         """Raise StateError, with all the numbers, unless every invariant holds."""
         with self._all() as parts:
             audit.verify(self._commons, parts)
-
-    # Inside
-
-    @contextmanager
-    def _tenant(self, tenant: str, *, new: bool = False) -> Iterator[Partition]:
-        """The tenant, for one operation; afterwards its claims are settled, and it is gone if nothing is left."""
-        while True:
-            part = self._parts.get(tenant)
-            if part is None:
-                part = self._find_tenant(tenant, new=new)
-            part.lock.acquire()
-            if not part.gone:
-                break
-            part.lock.release()
-        try:
-            yield part
-        except (InmsError, Crowded):  # said before anything was changed
-            raise
-        except BaseException:
-            repair(part, part.working)
-            raise
-        finally:
-            part.finish()
-            part.settle()
-            part.lock.release()
-            if part.is_empty:
-                self._remove_tenant(part)
-
-    @contextmanager
-    def _all(self) -> Iterator[list[Partition]]:
-        """Every tenant, for one operation."""
-        with self._tenants_lock, ExitStack() as locks:
-            parts = list(self._parts.values())
-            for part in parts:
-                locks.enter_context(part.lock)
-            before, self._commons.owner = self._commons.owner, threading.get_ident()
-            try:
-                yield parts
-            except (InmsError, Crowded):
-                raise
-            except BaseException:
-                for part in parts:
-                    repair(part, None)
-                    part.settle()
-                raise
-            finally:
-                self._commons.owner = before
-
-    @contextmanager
-    def _sequence(self, handle: SequenceHandle) -> Iterator[tuple[Partition, Sequence]]:
-        """A live sequence and its tenant, for one operation."""
-        with self._tenant(self._registry.get(handle).scope.tenant) as part:
-            part.working = self._registry.get(handle)
-            yield part, part.working
-
-    def _with_room(self, handle: SequenceHandle, operate: Callable[[Partition, Sequence], T]) -> T:
-        """An operation that may need pages which other tenants must give up first; then it is begun anew."""
-        try:
-            with self._sequence(handle) as (part, seq):
-                return operate(part, seq)
-        except Crowded:
-            with self._all(), self._sequence(handle) as (part, seq):
-                return operate(part, seq)
-
-    def _find_tenant(self, tenant: str, *, new: bool) -> Partition:
-        with self._tenants_lock:
-            part = self._parts.get(tenant)
-            if part is None:
-                if not new:
-                    raise ClosedError(f"{tenant!r} is not one of the {len(self._parts)} open tenants.")
-                part = self._add_tenant(tenant, {})
-            return part
-
-    def _add_tenant(self, tenant: str, quotas: Mapping[Tier, Quota]) -> Partition:
-        part = Partition(
-            self._commons,
-            self._registry,
-            tenant,
-            self._parts,
-            block_size=self.block_size,
-            provisional_decode=self._provisional_decode,
-        )
-        part.set_quotas(quotas, declared=bool(quotas))
-        self._parts[tenant] = part  # from now on others see it
-        return part
-
-    def _remove_tenant(self, part: Partition) -> None:
-        with self._tenants_lock, part.lock:
-            if part.is_empty and not part.gone:
-                part.gone = True
-                self._past.include(part.totals)
-                self._commons.stores.remove(part.store)
-                del self._parts[part.tenant]

@@ -6,15 +6,17 @@ room. Knows nothing of who takes its lock, nor of what an operation is made of: 
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from inms_jax.errors import CapacityError, ClosedError, ConfigError, StateError, VisibilityError
 from inms_jax.memory.commons import Commons
+from inms_jax.memory.lease import Expired
 from inms_jax.memory.lifecycle import SEQUENCE_TRANSITIONS, SequenceEvent, SequenceState, advance
 from inms_jax.memory.quota import Book, Quota
 from inms_jax.memory.registry import Registry
 from inms_jax.memory.reservation import rebook
 from inms_jax.memory.sequence import Sequence
+from inms_jax.memory.stats import SequenceHandle
 from inms_jax.memory.tier import Scope, Tier
 from inms_jax.memory.writing import Writer
 
@@ -85,9 +87,9 @@ class Partition:
             self.forget(seq)
         self._unfinished.clear()
 
-    def forget(self, seq: Sequence) -> None:
-        """Nobody can name a sequence any more, which has no pages."""
-        self._registry.remove(seq)
+    def forget(self, seq: Sequence, why: str | None = None) -> None:
+        """Nobody can name a sequence any more, which has no pages. `why`: what they are told who try."""
+        self._registry.remove(seq, why)
         self.sequences.pop(seq, None)
 
     # What it is
@@ -175,6 +177,24 @@ class Partition:
         self.writer.truncate(seq, 0)
         rebook(self.store, seq)
         self.forget(seq)
+
+    def sweep(self, now: int | float) -> Iterator[Expired | SequenceHandle]:
+        """End the sequences whose lease is over, and the pauses that are; one in a turn is in use."""
+        for seq in list(self.sequences):
+            lease = seq.lease
+            if seq.in_turn or seq.pinned:
+                lease.renewed = now
+            elif lease.expired(now) and lease.ttl is not None:
+                expired = Expired(seq.handle, seq.scope, now - lease.renewed, lease.ttl, len(set(seq.held)))
+                move(seq, SequenceEvent.EXPIRE)
+                self.totals.expired_sequences += 1
+                self.writer.truncate(seq, 0)
+                rebook(self.store, seq)
+                self.forget(seq, f"{seq.name} was not used for {expired.age:.0f} s and its ttl is {expired.ttl:.0f} s.")
+                yield expired
+            elif seq.state is SequenceState.PAUSED and lease.pause_over(now):
+                move(seq, SequenceEvent.RESUME)
+                yield seq.handle
 
 
 def account_name(account: Scope) -> str:

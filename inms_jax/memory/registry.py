@@ -4,11 +4,14 @@ One for all tenants, locked by itself. Knows nothing of pages.
 """
 
 import threading
+from collections import OrderedDict
 
 from inms_jax.errors import StaleHandleError
 from inms_jax.memory.sequence import Sequence
 from inms_jax.memory.stats import SequenceHandle
 from inms_jax.memory.tier import Scope
+
+_ENDS = 1000
 
 
 class Registry:
@@ -19,6 +22,8 @@ class Registry:
         self._live: dict[int, Sequence] = {}
         self._generations: list[int] = []
         self._free_ids: list[int] = []
+        # Why the last ones ended that did not end by themselves.
+        self._ends: OrderedDict[SequenceHandle, str] = OrderedDict()
 
     def add(self, scope: Scope, readable: frozenset[Scope]) -> Sequence:
         with self._lock:
@@ -34,6 +39,8 @@ class Registry:
         """Raises StaleHandleError for a handle whose sequence was released."""
         seq = self._live.get(handle.id)
         if seq is None or seq.handle.generation != handle.generation:
+            if handle in self._ends:
+                raise StaleHandleError(f"{self._ends[handle]} It was ended; register a new one.")
             known = 0 <= handle.id < len(self._generations)
             now = f"is at generation {self._generations[handle.id]}" if known else "was never given out"
             raise StaleHandleError(
@@ -42,8 +49,13 @@ class Registry:
             )
         return seq
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence, why: str | None = None) -> None:
+        """`why`: what is said to those who still use its handle."""
         with self._lock:
+            if why is not None:
+                self._ends[seq.handle] = why
+                if len(self._ends) > _ENDS:
+                    self._ends.popitem(last=False)
             number = seq.handle.id
             del self._live[number]
             self._generations[number] += 1

@@ -11,6 +11,7 @@ import numpy as np
 from inms_jax.memory.fragment import Body, row_with_bodies
 from inms_jax.memory.index import Node
 from inms_jax.memory.layout import Layout, lay_out
+from inms_jax.memory.lease import Lease
 from inms_jax.memory.lifecycle import SequenceState
 from inms_jax.memory.plan import DecodeSlot, PrefillChunk, Row
 from inms_jax.memory.policy import MissReason
@@ -71,6 +72,9 @@ class Sequence:
     # What of that is written down, and where.
     booked: Counter[Book] = field(default_factory=Counter)
     booked_pages: int = 0
+    lease: Lease = field(default_factory=Lease)
+    # Blocks of which the engine has a copy in host memory.
+    offloaded: dict[Node, None] = field(default_factory=dict)
     # Pinned pages stay: no turn of another makes the sequence give them up.
     pinned: bool = False
     # Its next turn waits for pages within a quota, which was counted.
@@ -92,7 +96,7 @@ class Sequence:
     @property
     def droppable(self) -> bool:
         """Whether it has pages that a turn of another sequence may make it give up."""
-        return bool(self.held) and not self.in_turn and not self.pinned
+        return bool(self.held) and not (self.in_turn or self.pinned or self.state is SequenceState.PAUSED)
 
     @property
     def reserved(self) -> int:

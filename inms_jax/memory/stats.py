@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from inms_jax.memory.lifecycle import PageState
+from inms_jax.memory.lifecycle import PageState, SequenceState
 from inms_jax.memory.plan import Span
 from inms_jax.memory.policy import MissReason
 from inms_jax.memory.tier import Scope, Tier
@@ -101,3 +101,8 @@ class MemoryStats:
     dropped_sequences: int
     quota_refusals: int
     """Turns that had to wait for pages, or could never have them, because of a limit of their own."""
+    sequences: Mapping[SequenceState, int]
+    """Sequences that live, by state."""
+    offloaded: int
+    """Pages of paused sequences that are in host memory."""
+    expired_sequences: int

@@ -19,6 +19,7 @@ class Totals:
     evictions: int = 0
     dropped_sequences: int = 0
     quota_refusals: int = 0
+    expired_sequences: int = 0
     misses: Counter[MissReason] = field(default_factory=Counter)
 
     def add(self, step: Pending) -> None:

@@ -81,6 +81,8 @@ def end_turn(part: Partition, seq: Sequence, *, keep: bool, history_len: int) ->
     if keep:
         require_no_plan(seq)
     part.writer.cancel(seq)
+    if keep:
+        seq.offloaded.clear()
     hand_over_copy(part.store, part.sequences, seq)
     seq.state = after
     seq.copy_reserved = seq.branch_reserved = 0

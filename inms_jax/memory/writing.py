@@ -4,18 +4,24 @@ Works on one sequence at a time over the page store. Knows nothing of handles, a
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import numpy as np
 
 from inms_jax.errors import InvalidRequestError, StateError
 from inms_jax.memory.fragment import between, first_shifted, positions
-from inms_jax.memory.lifecycle import PageState
+from inms_jax.memory.index import Node
+from inms_jax.memory.lifecycle import SEQUENCE_TRANSITIONS, PageState, SequenceEvent, advance
 from inms_jax.memory.plan import NULL_PAGE, Copy, DecodeSlot, PrefillChunk
 from inms_jax.memory.policy import MissReason
 from inms_jax.memory.reservation import rebook, spend_copy
 from inms_jax.memory.sequence import Pending, Sequence
 from inms_jax.memory.store import PageStore
+from inms_jax.memory.tier import Tier
+
+Move: TypeAlias = Callable[[list[int], list[bytes]], None]
+"""Copies pages to or from host memory, each under a key."""
 
 
 class Writer:
@@ -143,6 +149,52 @@ class Writer:
                 self.seal_blocks(seq, range(block, block + 1))
         return pending
 
+    def offload(self, seq: Sequence, download: Move) -> int:
+        """Have complete private blocks that nobody else holds copied, and let go of everything from the first on."""
+        after = advance(SEQUENCE_TRANSITIONS, seq.state, SequenceEvent.OFFLOAD, seq.name)
+        found = [(block, node) for block in range(len(seq.pages)) if (node := self._own_block(seq, block)) is not None]
+        if found:
+            download([seq.pages[block] for block, _ in found], [node.digest for _, node in found])
+            self.truncate(seq, seq.layout.starts[found[0][0]], superseded=True)
+            rebook(self._store, seq)
+        seq.offloaded.update((node, None) for _, node in found)
+        seq.state = after
+        return len(found)
+
+    def _own_block(self, seq: Sequence, block: int) -> Node | None:
+        """The node of a sealed PRIVATE block that nobody else holds."""
+        node, page = seq.node(block), seq.pages[block]
+        if node is None or node.page != page or node.scope.tier is not Tier.PRIVATE:
+            return None
+        return node if self._store.pool.references(page) == 1 else None
+
+    def restore(self, seq: Sequence, upload: Move) -> int:
+        """Take pages for the blocks that come next and were offloaded, have them filled, and seal them."""
+        before = seq.written
+        self.advance_hits(seq)
+        block = seq.layout.block_at(seq.written)
+        if seq.written >= seq.context_length or seq.layout.starts[block] != seq.written or block < len(seq.pages):
+            return 0
+        nodes: list[Node] = []
+        for node in seq.nodes[block:]:
+            if node is None or node not in seq.offloaded or not self._store.shares(node) or node.page is not None:
+                break
+            nodes.append(node)
+        if nodes:
+            pages = self._store.take([node.scope for node in nodes])
+            try:
+                upload(pages, [node.digest for node in nodes])
+            except BaseException:
+                for page in pages:
+                    self._store.let_go(page)
+                raise
+            seq.pages += pages
+            seq.written = seq.prefilled = seq.layout.ends[block + len(nodes) - 1]
+            seq.hit_tokens += seq.written - seq.layout.starts[block]
+            rebook(self._store, seq)
+            self.seal_blocks(seq, range(block, block + len(nodes)))
+        return seq.written - before
+
     def cancel(self, seq: Sequence) -> None:
         """Take back what was planned but not committed, and every claim."""
         pending, seq.pending = seq.pending, None
@@ -157,7 +209,7 @@ class Writer:
             node.claimant = None
         seq.claims.clear()
 
-    def truncate(self, seq: Sequence, length: int) -> None:
+    def truncate(self, seq: Sequence, length: int, *, superseded: bool = False) -> None:
         """Keep at most `length` tokens; pages without one of them are let go, the last first."""
         seq.written = min(seq.written, length)
         seq.prefilled = min(seq.prefilled, seq.written)
@@ -165,7 +217,7 @@ class Writer:
         blocks = seq.layout.blocks_before(seq.written)
         for page in reversed(seq.pages[blocks:]):
             # Later blocks are found only through earlier ones, so they are the first to be evicted.
-            self._store.let_go(page)
+            self._store.let_go(page, superseded=superseded)
         del seq.pages[blocks:]
         needed = sum(body.at < seq.written for body in seq.bodies)
         for pages in seq.body_pages[needed:]:
@@ -200,7 +252,8 @@ class Writer:
         for block in range(first + 1, len(seq.layout.starts)):
             if seq.layout.starts[block] >= end:
                 break
-            if self._store.indexed(seq.node(block)) is not None or self.is_claimed(seq, block):
+            node = seq.node(block)
+            if self._store.indexed(node) is not None or self.is_claimed(seq, block) or node in seq.offloaded:
                 return seq.layout.starts[block]
         return end
 

@@ -6,6 +6,7 @@ context, computed under no scope but its own ones. The body of a fragment has th
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -123,8 +124,22 @@ class Lab:
             hash_function=hash_function,
         )
         self.device = Device(num_pages, block_size)
+        # Pages in host memory, by key.
+        self.host: dict[bytes, list[Any]] = {}
         for scope in scopes:
             self.memory.open_scope(scope)
+
+    def download(self, pages: list[int], keys: list[bytes]) -> None:
+        device = self.device
+        for page, key in zip(pages, keys, strict=True):
+            self.host[key] = [array[page].copy() for array in (device.values, device.how, device.scope)]
+
+    def upload(self, pages: list[int], keys: list[bytes]) -> None:
+        device = self.device
+        for page, key in zip(pages, keys, strict=True):
+            arrays: tuple[Any, ...] = (device.values, device.how, device.scope)
+            for array, kept in zip(arrays, self.host[key], strict=True):
+                array[page] = kept
 
     def apply_prefill(self, handle: SequenceHandle, chunk: PrefillChunk, spans: Sequence[Span]) -> None:
         row = self.memory.row(handle)
@@ -155,6 +170,7 @@ class Lab:
         """Prefill a whole context that nobody else is computing; the number of tokens computed."""
         computed = 0
         while True:
+            self.memory.restore(handle, self.upload)
             assert self.memory.match(handle).status == "ready"
             chunk = self.memory.prefill(handle, budget)
             self.apply_prefill(handle, chunk, spans)

@@ -1,15 +1,17 @@
 """All operations in any order, against plain lists: what is read back, what is held, what is conserved."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inms_jax.errors import CapacityError
+from inms_jax.errors import CapacityError, StateError
 from inms_jax.memory.plan import Span
 from inms_jax.memory.prediction import Context, Piece, predict_pages
 from inms_jax.memory.stats import SequenceHandle
@@ -53,6 +55,11 @@ class Model:
     computed: int = 0
     # Its last page may be in use beyond its own tokens, so that the page count is a bound only.
     ragged: bool = False
+    ttl: float | None = None
+    used: int = 0
+    paused_until: int | None = None
+    # None, "paused" or "offloaded".
+    pause: str | None = None
 
     @property
     def length(self) -> int:
@@ -79,6 +86,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.live: list[Model] = []
         self.open = {TENANT, GROUP}
         self.numbers = itertools.count()
+        self.now = 0
         self.exact = caching
         for _ in range(3):
             self.register(False)
@@ -140,10 +148,11 @@ class MemoryMachine(RuleBasedStateMachine):
         if not admission.admitted:
             assert admission.needed > admission.available
             assert before == (self.memory.stats(), self.memory.pages(), self.lab.pages(model.handle))
-            assert any(other.phase != "idle" for other in self.live)
+            assert any(other.phase != "idle" or other.pause == "paused" for other in self.live)
             return
         model.before = min(model.length, sum(len(span.tokens) for span in spans))
         model.scope, model.spans, model.phase = scope, spans, "prefill"
+        model.pause = None
         model.lineages |= {scope}
         model.room, model.branches_left, model.computed = new, branches - 1, 0
         model.identities = [token for span in spans for token in span.tokens]
@@ -157,6 +166,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.prefill_chunk(self.pick(which, "prefill"), budget)
 
     def prefill_chunk(self, model: Model, budget: int) -> bool:
+        self.memory.restore(model.handle, self.lab.upload)
+        self.memory.verify()
         if self.memory.match(model.handle).status == "wait":
             assert self.caching
             assert any(other.phase == "prefill" for other in self.live if other is not model)
@@ -292,9 +303,74 @@ class MemoryMachine(RuleBasedStateMachine):
     def drop(self, which: int, really: bool) -> None:
         if really:
             model = self.pick(which, "idle")
+            if model.pause == "paused":
+                with pytest.raises(StateError, match="'paused'"):
+                    self.memory.drop(model.handle)
+                return
             self.memory.drop(model.handle)
             model.written = 0
             assert self.lab.pages(model.handle) == []
+
+    @precondition(has("idle"))
+    @rule(which=WHICH, ttl=st.sampled_from([None, 2, 5]))
+    def pause(self, which: int, ttl: int | None) -> None:
+        model = self.pick(which, "idle")
+        if model.pause == "offloaded":
+            with pytest.raises(StateError):
+                self.memory.pause(model.handle, None)
+            return
+        until = None if ttl is None else self.now + ttl
+        self.memory.pause(model.handle, until)
+        model.pause, model.paused_until = "paused", until
+
+    @precondition(lambda self: any(model.pause for model in self.live))
+    @rule(which=WHICH, offload=st.booleans(), fails=RARELY)
+    def offload_or_resume(self, which: int, offload: bool, fails: bool) -> None:
+        able = [model for model in self.live if model.pause]
+        model = able[which % len(able)]
+        if not offload:
+            self.memory.resume(model.handle)
+            model.pause = None
+        elif model.pause == "paused":
+            if fails:
+                pages = self.lab.pages(model.handle)
+                with contextlib.suppress(MemoryError):
+                    self.memory.offload(model.handle, self.fail)
+                    assert not self.memory.stats().offloaded or model.pause  # there was nothing to copy
+                    model.pause = "offloaded"
+                assert self.lab.pages(model.handle) == pages or model.pause == "offloaded"
+            else:
+                self.memory.offload(model.handle, self.lab.download)
+                model.pause = "offloaded"
+            row = self.memory.row(model.handle)
+            model.written = int((row.end - row.begin).sum())
+
+    def fail(self, pages: list[int], keys: list[bytes]) -> None:
+        raise MemoryError(f"no room for {len(pages)} pages")
+
+    @precondition(lambda self: self.live)
+    @rule(which=WHICH, ttl=st.sampled_from([None, 1, 3]))
+    def lease(self, which: int, ttl: int | None) -> None:
+        model = self.live[which % len(self.live)]
+        self.memory.lease(model.handle, ttl, self.now)
+        model.ttl, model.used = ttl, self.now
+
+    @precondition(lambda self: len(self.live) > 3)
+    @rule(passed=st.integers(0, 4))
+    def sweep(self, passed: int) -> None:
+        self.now += passed
+        found = self.memory.sweep(self.now)
+        idle = [model for model in self.live if model.phase == "idle"]
+        over = {m.handle for m in idle if m.ttl is not None and self.now - m.used >= m.ttl}
+        assert {expired.handle for expired in found.expired} == over
+        for model in self.live:
+            if model.phase != "idle":
+                model.used = self.now
+        self.live = [model for model in self.live if model.handle not in over]
+        for model in self.live:
+            if model.pause == "paused" and model.paused_until is not None and self.now >= model.paused_until:
+                assert model.handle in found.resumed
+                model.pause = None
 
     @precondition(lambda self: self.memory.stats().cached)
     @rule()
