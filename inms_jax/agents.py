@@ -13,18 +13,20 @@ from typing import Any
 from inms_jax.config import SamplingParams, sampling_params
 from inms_jax.engine.conversation import Conversation, Item, ReplyItem, TextItem
 from inms_jax.engine.fragments import Decision, Explanation, Mode
-from inms_jax.engine.outputs import RequestOutput, ScoreOutput
-from inms_jax.engine.pending import AsyncStream, Pending, Stream
+from inms_jax.engine.outputs import ScoreOutput
+from inms_jax.engine.pending import Pending
 from inms_jax.engine.request import Request, TurnStart
 from inms_jax.engine.segment import Published, Segment, Shared, message_parts
-from inms_jax.errors import ClosedError, InvalidRequestError
+from inms_jax.errors import ClosedError, InvalidRequestError, StaleHandleError
 from inms_jax.homes import Handle, Home
 from inms_jax.membership import Membership
+from inms_jax.memory.lease import check_ttl
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
 from inms_jax.memory_store import MemoryStore, Snippet, as_text, found_in
 from inms_jax.scoring import ScoreTurn
+from inms_jax.speaker import ChatInput, Speaker
 from inms_jax.stats import AgentStats, View
 
 
@@ -40,10 +42,9 @@ class AgentSnapshot:
 
 
 ContextItem = str | Segment | Shared
-ChatInput = str | Segment | Sequence[dict[str, str] | Segment]
 
 
-class Agent(Handle):
+class Agent(Handle, Speaker):
     """One speaker with a context and a conversation. Made by `tenant.agent` or `group.agent`.
 
     Calls from several threads run in call order. A failed or aborted turn leaves the conversation as before it.
@@ -59,8 +60,10 @@ class Agent(Handle):
         tools: Sequence[dict[str, Any]] | None,
         parent: "Agent | None" = None,
         kv_limit: int | None = None,
+        lease_ttl: int | float | None = None,
     ) -> None:
         super().__init__(name)
+        check_ttl(f"agent {name!r}", lease_ttl)
         if isinstance(context, str):
             raise InvalidRequestError(f"context must be a list of published names and Segments, got {context!r}")
         self._home = home
@@ -85,56 +88,13 @@ class Agent(Handle):
         self._membership = member = Membership(services, self.full_name, self.scope, home._leave)
         member.hold(self.scope, limit=kv_limit)
         self._kv_limit = kv_limit
+        self._lease_ttl = lease_ttl
         if parent is None:
-            member.handle = services.memory.register(self.scope)
+            member.take(services.memory.register(self.scope), lease_ttl)
         home._members[member] = weakref.ref(self)
         self._dropped = member.watch(self)
 
-    # ---- what it says ------------------------------------------------------------------------------------------
-
-    def chat(
-        self,
-        message: ChatInput,
-        params: SamplingParams | dict[str, Any] | None = None,
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-    ) -> RequestOutput:
-        """Say `message` (role `user` if a string) and wait for the answer.
-
-        `message` may also be a list of {"role", "content"} and Segments. Raises what ended the turn, if it failed;
-        the conversation is then as before it.
-        """
-        return self._submit(message, params, tools).result()
-
-    def stream(
-        self,
-        message: ChatInput,
-        params: SamplingParams | dict[str, Any] | None = None,
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-    ) -> Stream:
-        """`chat` as an iterator of deltas; leaving it early aborts the turn."""
-        return Stream(self._submit(message, params, tools, stream=True))
-
-    async def achat(
-        self,
-        message: ChatInput,
-        params: SamplingParams | dict[str, Any] | None = None,
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-    ) -> RequestOutput:
-        """`chat` for asyncio; cancelling it aborts the turn."""
-        return await self._submit(message, params, tools).aresult()
-
-    def astream(
-        self,
-        message: ChatInput,
-        params: SamplingParams | dict[str, Any] | None = None,
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-    ) -> AsyncStream:
-        """`stream` for asyncio."""
-        return AsyncStream(self._submit(message, params, tools, stream=True))
+    # ---- what it reads -----------------------------------------------------------------------------------------
 
     def append(self, *parts: ContextItem, role: str | None = None) -> None:
         """Add published names and Segments to the conversation without generating; `role` overrides theirs."""
@@ -158,6 +118,7 @@ class Agent(Handle):
                 owned = [item for item in dict.fromkeys(owned) if item not in self._conversation.items]
             self._services.core.scheduler.check_context(self._conversation.check(owned))  # before anything changes
             self._conversation.extend(owned)
+            self._membership.renew()
 
         self._services.core.call(extend, queue=self)
 
@@ -195,6 +156,7 @@ class Agent(Handle):
         """What a reader of this agent's mind starts from. Engine thread, between turns."""
         self._require_open()
         assert self._handle is not None, "an open agent has a sequence"
+        self._membership.renew()
         return self._handle, self._conversation, self._conversation.updated(self._home.shelf.newer)
 
     # ---- what it is --------------------------------------------------------------------------------------------
@@ -260,7 +222,7 @@ class Agent(Handle):
         with services.lock:
             self._home._require_open()
             self._home._require_free(name)
-            twin = Agent(self._home, name, (), None, parent=self, kv_limit=self._kv_limit)
+            twin = Agent(self._home, name, (), None, self, self._kv_limit, self._lease_ttl)
         try:
             services.core.call(lambda: self._fork_into(twin), queue=self)
         except BaseException:
@@ -274,7 +236,8 @@ class Agent(Handle):
         assert self._handle is not None, "an open agent has a sequence"
         services = self._services
         member = self._membership
-        twin._membership.handle = services.memory.fork(self._handle, twin.scope)
+        member.renew()
+        twin._membership.take(services.memory.fork(self._handle, twin.scope), self._lease_ttl)
         twin._conversation.items, twin._conversation.tools = self._conversation.items, self._conversation.tools
         twin.turn, twin._history_len = self.turn, self._history_len
         for lineage in list(member.lineages):
@@ -283,6 +246,41 @@ class Agent(Handle):
         line = Scope(self.scope.tenant, self.scope.group, f"{self.scope.agent}/{next(self._forks)}")
         member.hold(line)
         self._conversation.scope = line
+
+    def pause(self, ttl: int | float | None = None, *, offload: bool = False) -> None:
+        """Keep its KV while it waits for something, a tool say, whatever others need, for `ttl` seconds or for good.
+
+        offload: copy its private pages to host memory and let others have them; the next turn brings them back, bit by
+        bit. A turn or `resume` ends the pause. Waits for the turns before it.
+        """
+        check_ttl(f"a pause of agent {self.name!r}", ttl)
+        services = self._services
+
+        def pause() -> None:
+            self._require_open()
+            assert self._handle is not None, "an open agent has a sequence"
+            services.memory.pause(self._handle, None if ttl is None else services.now() + ttl)
+            self._membership.renew()
+            if offload:
+                services.core.host.offload(self._handle)
+
+        services.core.call(pause, queue=self)
+
+    def resume(self) -> None:
+        """End a pause; StateError without one. What was offloaded comes back with the next turn."""
+
+        def resume() -> None:
+            self._require_open()
+            assert self._handle is not None, "an open agent has a sequence"
+            self._services.memory.resume(self._handle)
+            self._membership.renew()
+
+        self._services.core.call(resume, queue=self)
+
+    def _require_open(self) -> None:
+        if self._membership.expired is not None:
+            raise StaleHandleError(f"agent {self.name!r} was ended: {self._membership.expired}. Create a new one.")
+        super()._require_open()
 
     def close(self) -> None:
         """End the agent: turns in progress fail, its private pages go, pages that others hold stay."""
@@ -357,6 +355,7 @@ class _Turn:
         agent = self.agent
         agent._require_open()
         assert agent._handle is not None, "an open agent has a sequence"
+        agent._membership.renew()
         conversation = agent._conversation
         # Given before a fork and said after it, the text belongs to the line that says it.
         self.items = [conversation.own(item) for item in self.items]
@@ -375,6 +374,9 @@ class _Turn:
             length = request.history_len if kept else agent._history_len
             agent._services.memory.end_turn(request.handle, keep=kept, history_len=length)
             agent._services.count_turn(agent.scope, request)
+            agent._membership.renew()
+            if kept:
+                agent._services.core.host.forget(request.handle)
         if kept:
             reply = ReplyItem(tuple(request.branches[0].token_ids), conversation.scope)
             conversation.items = (*self.history, *self.items, reply)

@@ -52,6 +52,8 @@ class EngineConfig:
     deterministic: bit-identical results whatever is cached and whoever runs beside; None = on for CPU.
     fragments: "calibrated" (only for a model that passed `inms-jax calibrate`), "unchecked" or "off".
     link_tokens: tokens at the start of each fragment that are computed in the reader's own context.
+    lease_ttl: seconds after which an agent that nobody used is ended; None is never. `agent(..., lease_ttl=)` wins.
+    strict_leaks: such an agent is an error, raised by `llm.sweep()` and `llm.close()`, and not only a warning.
     repair_blocks: blocks of each fragment, those that differ most in the reader's context, that are computed there too.
     seed: seed of requests that carry none.
     pool_mode: "elastic" (pools of tenants have what they reserve and borrow up to their limits) or "reserved" (a pool
@@ -70,6 +72,8 @@ class EngineConfig:
     fragments: str = "calibrated"
     link_tokens: int = 16
     repair_blocks: int = 0
+    lease_ttl: int | float | None = 3600
+    strict_leaks: bool = False
     seed: int = 0
     pool_mode: str = "elastic"
     tensor_parallel_size: int = 1
@@ -92,6 +96,11 @@ class EngineConfig:
             raise ConfigError(f"fragments must be calibrated, unchecked or off, got {self.fragments!r}")
         _require_int("link_tokens", self.link_tokens, 0, 4096)
         _require_int("repair_blocks", self.repair_blocks, 0, 64)
+        ttl = self.lease_ttl
+        if ttl is not None and (
+            isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < float("inf")
+        ):
+            raise ConfigError(f"lease_ttl must be a number of seconds above 0, or None for no end, got {ttl!r}")
         _require_int("seed", self.seed, 0)
         if self.pool_mode not in ("elastic", "reserved"):
             raise ConfigError(f"pool_mode must be elastic or reserved, got {self.pool_mode!r}")

@@ -32,6 +32,10 @@ class StaleHandleError(ClosedError):
     """A handle of an earlier generation was used: its sequence has ended, its pages may be another's."""
 
 
+class LeakError(InmsError):
+    """Agents were ended because nobody used them, in an engine with `strict_leaks`."""
+
+
 class StateError(InmsError):
     """A page or sequence was asked for a transition that its state machine does not have."""
 

@@ -1,7 +1,6 @@
 """LLM: one model on one device with one pool of KV pages. The face of the package."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax
 from inms_jax.config import MAX_STOP_IDS, EngineConfig, SamplingParams, parse_bytes, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
 from inms_jax.engine.core import EngineCore
-from inms_jax.engine.devices import partition_over
+from inms_jax.engine.devices import enable_compilation_cache, partition_over
 from inms_jax.engine.fragments import Rules
 from inms_jax.engine.gate import permission
 from inms_jax.engine.levels import split_entries
@@ -26,6 +25,7 @@ from inms_jax.engine.rounding import agreeing_buckets, shared_rows_agree
 from inms_jax.engine.runner import Runner, compiled_programs, kv_dtype
 from inms_jax.engine.segment import message_parts
 from inms_jax.engine.services import Services
+from inms_jax.engine.sweep import STALLED_S, SweepReport
 from inms_jax.errors import ClosedError, ConfigError, InvalidRequestError
 from inms_jax.homes import check_name
 from inms_jax.isolation import IsolationReport, verify_isolation
@@ -72,7 +72,7 @@ class LLM:
             raise ConfigError(f"unknown option(s) {unknown}; known are {sorted(known)}")
         self.config = config = EngineConfig(**options)
         on_cpu = jax.default_backend() == "cpu"
-        _enable_compilation_cache()
+        enable_compilation_cache(default_cache_dir() / "xla")
         if dtype == "auto":
             dtype = "float32" if on_cpu else "bfloat16"
         loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype, progress=progress)
@@ -313,13 +313,25 @@ class LLM:
         """Forget all KV that no running request needs, pinned or not. What needs it again computes it again."""
         self._core.call(self._services.memory.clear)
 
+    def sweep(self, now: int | float | None = None, *, stalled_after: int | float = STALLED_S) -> SweepReport:
+        """End agents that nobody has used for their `lease_ttl`, and report requests that stand still.
+
+        The engine does so itself every half minute. now: as time.monotonic() gives it, which is the default.
+        stalled_after: seconds without a step. LeakError for agents that were ended until now, if `strict_leaks` is set.
+        """
+        services = self._services
+        found = self._core.call(lambda: services.sweep(services.now() if now is None else now, stalled_after))
+        services.require_no_leaks()
+        return found
+
     def warmup(self) -> None:
         """Compile every program now instead of on first use."""
         self._core.call(self._core.warmup)
 
     def close(self) -> None:
-        """Stop the engine thread; requests that have not ended fail with ClosedError."""
+        """Stop the engine thread; requests that have not ended fail with ClosedError. LeakError as `sweep`."""
         self._core.close()
+        self._services.require_no_leaks()
 
     def __enter__(self) -> "LLM":
         return self
@@ -379,12 +391,3 @@ class LLM:
             raise InvalidRequestError(f'a prompt is a text or {{"prompt_token_ids": [...]}}, got {prompt!r}')
         self._core.scheduler.check_prompt(tuple(tokens))
         return tuple(tokens)
-
-
-def _enable_compilation_cache() -> None:
-    """Keep compiled programs between processes (ten times faster restart), unless the user has set a place."""
-    config: Any = jax.config  # its values and methods are added at run time
-    if config.jax_compilation_cache_dir is None and os.environ.get("INMS_JAX_COMPILATION_CACHE") != "0":
-        config.update("jax_compilation_cache_dir", str(default_cache_dir() / "xla"))
-        config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-        config.update("jax_persistent_cache_min_entry_size_bytes", -1)

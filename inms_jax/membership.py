@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from inms_jax.engine.services import Services
+from inms_jax.memory.lease import Expired
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.tier import Scope
 
@@ -26,6 +27,8 @@ class Membership:
         self.name = name
         self.scope = scope
         self.handle: SequenceHandle | None = None
+        self.expired: Expired | None = None
+        """Why it ended by itself, if it did."""
         self.lineages: list[Scope] = []
         self._left = weakref.WeakMethod(left)
         self._ended = False
@@ -34,6 +37,28 @@ class Membership:
         """Keep the pages of `lineage` in the index for as long as this lasts. `limit`: of the agent's pages, once."""
         self._engine.memory.hold_scope(lineage, self.scope, limit=limit)
         self.lineages.append(lineage)
+
+    def take(self, handle: SequenceHandle, ttl: int | float | None) -> None:
+        """Hold a sequence, which ends when nobody has used it for `ttl` seconds."""
+        services = self._engine
+        self.handle = handle
+        services.members[handle] = self
+        services.memory.lease(handle, ttl, services.now())
+
+    def renew(self) -> None:
+        """The agent is in use."""
+        if self.handle is not None:
+            self._engine.memory.renew(self.handle, self._engine.now())
+
+    def expire(self, expired: Expired) -> None:
+        """Its sequence was ended, because nobody used it. Engine thread only."""
+        self.expired, handle, self.handle = expired, self.handle, None
+        if handle is not None:
+            self._engine.core.host.forget(handle)
+        self.end()
+        left = self._left()
+        if left is not None:
+            left(self)
 
     def watch(self, agent: object) -> "weakref.finalize[..., object]":
         """End this when `agent` is collected. That may happen on any thread and under any lock, so it only leaves word
@@ -51,6 +76,8 @@ class Membership:
         services = self._engine
         if self.handle is not None:
             services.memory.release(self.handle)
+            services.core.host.forget(self.handle)
+            services.members.pop(self.handle, None)
         for lineage in self.lineages:
             services.memory.drop_scope(lineage, self.scope)
             services.encoder.forget(lineage)

@@ -36,11 +36,13 @@ class _AgentHome(Home[Agent]):
         context: Sequence[ContextItem],
         tools: Sequence[dict[str, Any]] | None,
         kv_limit: int | None,
+        lease_ttl: int | float | None,
     ) -> Agent:
+        ttl = self._services.config.lease_ttl if lease_ttl is None else lease_ttl
         with self._services.lock:
             self._require_open()
             self._require_free(name)
-            return Agent(self, name, context, tools, kv_limit=kv_limit)
+            return Agent(self, name, context, tools, kv_limit=kv_limit, lease_ttl=ttl)
 
     def preload(self, names: Sequence[str], *, pin: bool = True) -> None:
         """Compute published texts now, for contexts that begin with them in this order.
@@ -132,12 +134,14 @@ class Tenant(_AgentHome):
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         kv_limit: int | None = None,
+        lease_ttl: int | float | None = None,
     ) -> Agent:
         """A new agent of no group. `context` lists published names and private Segments, in order.
 
-        kv_limit: the most pages that its own text may take, inside the tenant's private pool.
+        kv_limit: the most pages that its own text may take, inside the tenant's private pool. lease_ttl: seconds after
+        which it is ended when nobody has used it; by default that of the engine.
         """
-        return self._agent(name, context, tools, kv_limit)
+        return self._agent(name, context, tools, kv_limit, lease_ttl)
 
     def empty(self) -> int:
         """Free every page that no running turn needs and that is not pinned; the number of pages freed.
@@ -219,9 +223,10 @@ class Group(_AgentHome):
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         kv_limit: int | None = None,
+        lease_ttl: int | float | None = None,
     ) -> Agent:
         """A new member; see `Tenant.agent`."""
-        return self._agent(name, context, tools, kv_limit)
+        return self._agent(name, context, tools, kv_limit, lease_ttl)
 
     def stats(self) -> HomeStats:
         """The turns and pages of this group, with its members; says nothing of other groups."""

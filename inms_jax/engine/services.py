@@ -4,10 +4,14 @@ Knows nothing of what tenants and agents are.
 """
 
 import itertools
+import logging
 import threading
+import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from inms_jax.config import EngineConfig
 from inms_jax.engine.accounts import Accounts, turn_work
@@ -15,9 +19,35 @@ from inms_jax.engine.conversation import SpanEncoder
 from inms_jax.engine.core import EngineCore
 from inms_jax.engine.gate import Permission
 from inms_jax.engine.request import Request
-from inms_jax.errors import ConfigError
-from inms_jax.memory.manager import MemoryManager
+from inms_jax.engine.sweep import STALLED_S, SweepReport, stalled_requests
+from inms_jax.errors import ConfigError, LeakError
+from inms_jax.memory.lease import Expired
+from inms_jax.memory.manager import MemoryManager, SequenceHandle
 from inms_jax.memory.tier import Scope
+
+log = logging.getLogger("inms_jax")
+
+
+@runtime_checkable
+class Member(Protocol):
+    """Who is told that its sequence was ended."""
+
+    name: str
+
+    def expire(self, expired: Expired) -> None:
+        """Called by the engine thread."""
+
+
+class _Sweeper:
+    """What the engine thread calls now and then; keeps the engine alive for nobody."""
+
+    def __init__(self, services: "Services") -> None:
+        self._services = weakref.ref(services)
+
+    def __call__(self) -> None:
+        services = self._services()
+        if services is not None:
+            services.sweep(services.now())
 
 
 @dataclass(eq=False)
@@ -34,6 +64,11 @@ class Services:
     fragments: Permission
     accounts: Accounts = field(default_factory=Accounts)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    members: "weakref.WeakValueDictionary[SequenceHandle, Member]" = field(default_factory=weakref.WeakValueDictionary)
+    """Who holds a sequence with a lease."""
+    now: Callable[[], float] = time.monotonic
+    leaks: list[Expired] = field(default_factory=list)
+    """Agents that ended because nobody used them, where that is an error."""
     _generations: dict[str, Counter[tuple[str, ...]]] = field(default_factory=dict)
     """Of the names inside each tenant, by its id; of tenants themselves under ""."""
     _name_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -42,6 +77,7 @@ class Services:
     def __post_init__(self) -> None:
         self.stop_when_dropped = weakref.finalize(self, self.core.stop)
         self.stop_when_dropped.atexit = False  # the engine sees to that itself
+        self.core.sweep = _Sweeper(self)
 
     def require_fragments(self, link_tokens: int | None = None) -> None:
         """ConfigError unless this engine may read shared text away from where it was computed, behind this link."""
@@ -51,6 +87,29 @@ class Services:
             raise ConfigError(
                 f"fragments were measured with {self.fragments.link_tokens} link tokens, fewer were asked for: "
                 f'{link_tokens}. LLM(..., fragments="unchecked") allows that'
+            )
+
+    def sweep(self, now: int | float, stalled_after: int | float = STALLED_S) -> SweepReport:
+        """End agents that nobody used for their ttl, and report requests that stand still. Engine thread only."""
+        found = self.memory.sweep(now)
+        for expired in found.expired:
+            member = self.members.pop(expired.handle, None)
+            log.warning("agent %s was ended: %s", "?" if member is None else member.name, expired)
+            if member is not None:
+                member.expire(expired)
+        if self.config.strict_leaks:
+            self.leaks += found.expired
+        stalled = stalled_requests(self.core.scheduler.requests(), now, stalled_after)
+        for one in stalled:
+            log.warning("%s", one)
+        return SweepReport(found.expired, stalled)
+
+    def require_no_leaks(self) -> None:
+        """LeakError, once, if agents were ended that nobody closed and `strict_leaks` is set."""
+        leaks, self.leaks[:] = list(self.leaks), []
+        if leaks:
+            raise LeakError(
+                f"{len(leaks)} agents were not closed: {'; '.join(map(str, leaks))}. Close agents after use."
             )
 
     def unique_id(self, *path: str) -> str:
