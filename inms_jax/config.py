@@ -52,6 +52,8 @@ class EngineConfig:
     deterministic: bit-identical results whatever is cached and whoever runs beside; None = on for CPU.
     fragments: "calibrated" (only for a model that passed `inms-jax calibrate`), "unchecked" or "off".
     link_tokens: tokens at the start of each fragment that are computed in the reader's own context.
+    copy_budget: pages that one step copies at most, so that a burst of writes to shared pages is spread over steps.
+    zero_on_free: pages are overwritten with zeros when they are freed, before anybody else can use them.
     lease_ttl: seconds after which an agent that nobody used is ended; None is never. `agent(..., lease_ttl=)` wins.
     strict_leaks: such an agent is an error, raised by `llm.sweep()` and `llm.close()`, and not only a warning.
     repair_blocks: blocks of each fragment, those that differ most in the reader's context, that are computed there too.
@@ -72,6 +74,8 @@ class EngineConfig:
     fragments: str = "calibrated"
     link_tokens: int = 16
     repair_blocks: int = 0
+    copy_budget: int = 8
+    zero_on_free: bool = False
     lease_ttl: int | float | None = 3600
     strict_leaks: bool = False
     seed: int = 0
@@ -96,6 +100,7 @@ class EngineConfig:
             raise ConfigError(f"fragments must be calibrated, unchecked or off, got {self.fragments!r}")
         _require_int("link_tokens", self.link_tokens, 0, 4096)
         _require_int("repair_blocks", self.repair_blocks, 0, 64)
+        _require_int("copy_budget", self.copy_budget, 1)
         ttl = self.lease_ttl
         if ttl is not None and (
             isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < float("inf")

@@ -31,6 +31,7 @@ _WORK: tuple[tuple[str, str, Callable[[Counters], int]], ...] = (
     ("decode_tokens", "Tokens generated", lambda work: work.decode_tokens),
     ("prompt_tokens", "Prompt tokens of requests that were started", lambda work: work.prompt_tokens),
     ("cached_prompt_tokens", "Prompt tokens that needed no prefill", lambda work: work.cached_tokens),
+    ("copy_waits", "Steps that a row waited for its copy of a page", lambda work: work.copy_waits),
     ("requests", "Requests that ended", lambda work: work.requests),
     ("failed_requests", "Requests that ended with an error", lambda work: work.failed_requests),
 )
@@ -76,6 +77,14 @@ class KVCollector(Collector):
         )
         yield CounterMetricFamily("inms_jax_kv_copies", "Pages copied on write", memory.copies)
         yield CounterMetricFamily("inms_jax_kv_evictions", "Cached pages evicted", memory.evictions)
+        yield CounterMetricFamily(
+            "inms_jax_kv_expired_sequences", "Agents that were ended because nobody used them", memory.expired_sequences
+        )
+        yield GaugeMetricFamily("inms_jax_kv_offloaded_pages", "Pages in host memory", memory.offloaded)
+        agents = GaugeMetricFamily("inms_jax_sequences", "Sequences that live, by state", labels=["state"])
+        for condition, number in memory.sequences.items():
+            agents.add_metric([condition.value], number)
+        yield agents
         for name, text, read in _WORK:
             yield CounterMetricFamily(f"inms_jax_{name}", text, read(stats.work))
 

@@ -16,6 +16,7 @@ from inms_jax.cache.page_table import KVPages
 from inms_jax.kernels.page_copy.api import page_copy
 from inms_jax.kernels.rope_shift.api import rope_shift
 from inms_jax.kernels.scaled import ScaledPages, put_slots, without_scales
+from inms_jax.kernels.storage import encode
 
 
 def write_tokens(
@@ -51,6 +52,28 @@ def _copy(kv: KVPages, src: Int32[Array, " C"], dst: Int32[Array, " C"]) -> KVPa
 
     copied: KVPages = jax.tree.map(copy, kv)
     return copied
+
+
+@partial(jax.jit, donate_argnames=("kv",), static_argnames=("cut",))
+def fill_pages(
+    kv: KVPages, pages: Int32[Array, " C"], value: Float[Array, ""], *, cut: PageCut | None = None
+) -> KVPages:
+    """Set every number of `pages` to `value` in all layers; pad with 0. `kv` is donated. One caller: the runner."""
+    return _fill(kv, pages, value) if cut is None else cut.on_each_device(_fill, kv, pages, value)
+
+
+def _fill(kv: KVPages, pages: Int32[Array, " C"], value: Float[Array, ""]) -> KVPages:
+    layers = jnp.arange(kv.num_layers, dtype=jnp.int32) * jnp.int32(kv.num_pages)
+    # An index past the pool: scatter drops it, so padding leaves the null page as it is.
+    rows = jnp.where(pages[:, None] == 0, jnp.int32(kv.k.shape[0]), pages[:, None] + layers[None])
+
+    def fill(pages: Shaped[Array, "LP K B *H"]) -> Shaped[Array, "LP K B *H"]:
+        # Of int8 pages the scales carry the value.
+        number = jnp.int8(0) if pages.dtype == jnp.int8 else encode(value, pages.dtype)
+        return pages.at[rows].set(number, mode="drop")
+
+    filled: KVPages = jax.tree.map(fill, kv)
+    return filled
 
 
 @partial(jax.jit, donate_argnames=("kv",), static_argnames=("cut",))

@@ -62,9 +62,12 @@ class EngineCore:
             max_model_len=max_model_len,
             vocab_size=runner.model.vocab_size,
             max_published=MAX_PUBLISHED,
+            copy_budget=config.copy_budget,
         )
         self.host = HostPages(memory, runner)
         self.scheduler.restore = self.host.restore
+        if config.zero_on_free:
+            runner.freed = memory.take_freed
         self.sweep: Callable[[], None] = _nothing
         self._next_sweep = monotonic() + INTERVAL_S
         self.counters = Counters()
@@ -152,6 +155,7 @@ class EngineCore:
         try:
             while not self._stopping:
                 if self.scheduler.idle:
+                    self.runner.wipe()
                     with contextlib.suppress(Empty):
                         self._inbox.get(timeout=INTERVAL_S)()
                 self._drain()
@@ -184,7 +188,7 @@ class EngineCore:
             work = None
         if work is not None:
             self._guard([work.request], lambda: self._prefill(work))
-        rows = self.scheduler.decode_rows()
+        rows = self.scheduler.decode_rows(work)
         for start in range(0, len(rows), self._decode_buckets[-1]):
             batch = rows[start : start + self._decode_buckets[-1]]
             self._guard([request for request, _ in batch], lambda batch=batch: self._decode(batch))  # type: ignore[misc]
@@ -363,7 +367,7 @@ class EngineCore:
 
     def counters_now(self) -> Counters:
         """A copy that does not change."""
-        return replace(self.counters, segments=self.counters.segments.copy())
+        return replace(self.counters, segments=self.counters.segments.copy(), **self.scheduler.copy_counts)
 
     def _report(self, kind: str, tokens: int) -> None:
         if self.observers:

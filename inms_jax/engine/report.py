@@ -35,5 +35,9 @@ class Counters:
     """Fragments computed after their roots."""
     segments: Counter[str] = field(default_factory=Counter)
     """Segments of turns by what became of them, see `Reason` in engine/fragments.py."""
+    copy_waits: int = 0
+    """Steps that a row waited, since the copies of others had used up `copy_budget`."""
+    peak_copies: int = 0
+    """Most pages that one step copied."""
     requests: int = 0
     failed_requests: int = 0

@@ -4,7 +4,7 @@ A program is compiled once per row count, whatever the lengths of the contexts. 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
 
 from inms_jax.cache import page_io
-from inms_jax.cache.page_ops import copy_pages
+from inms_jax.cache.page_ops import copy_pages, fill_pages
 from inms_jax.cache.page_table import KVPages, PageTable
 from inms_jax.config import MAX_STOP_IDS, EngineConfig
 from inms_jax.engine import sampling
@@ -127,6 +127,9 @@ class Runner:
         # elsewhere it would be a second copy of the weights.
         self._by_layer = put(unstack_layers(params)) if platform == "cpu" else self._stacked
         self._no_seen: dict[int, Array] = {}
+        self.freed: Callable[[], Sequence[int]] = lambda: ()
+        """Pages to wipe before anything else is written."""
+        self.wiped_with = 0.0
         self.kv = self._empty_pages()
         if self.kv.dtype == jnp.int8 and first_choice(None) != "xla":
             log.warning("there is no Pallas kernel for int8 pages: attention runs in plain XLA on this %s", platform)
@@ -151,12 +154,22 @@ class Runner:
         """Begin with empty pages."""
         self.kv = self._empty_pages()
 
+    def wipe(self) -> None:
+        """Overwrite the pages that were freed."""
+        pages = self.freed()
+        for start in range(0, len(pages), COPY_BUCKET):
+            part = np.zeros(COPY_BUCKET, np.int32)
+            part[: len(pages) - start] = pages[start : start + COPY_BUCKET]
+            cut = self.partition and self.partition.pages
+            self.kv = fill_pages(self.kv, jnp.asarray(part), jnp.float32(self.wiped_with), cut=cut)
+
     def read_pages(self, pages: Sequence[int]) -> tuple[Shaped[np.ndarray, "..."], Shaped[np.ndarray, "..."]]:
         """Keys and values of whole pages, on the host."""
         return page_io.read_pages(self.kv, pages)
 
     def write_pages(self, pages: Sequence[int], k: Shaped[np.ndarray, "..."], v: Shaped[np.ndarray, "..."]) -> None:
         """Whole pages from the host, as numbers of the pool or as their bits."""
+        self.wipe()
         dtype = self.kv.k.dtype
         self.kv = page_io.write_pages(self.kv, pages, k.view(dtype), v.view(dtype))
 
@@ -196,6 +209,7 @@ class Runner:
     def _step(
         self, params: Any, plan: StepPlan, shared: Level | None, logit_rows: Any, *, rows_per_group: int
     ) -> StepResult:
+        self.wipe()
         for start in range(0, len(plan.copy_src), COPY_BUCKET):
             part = slice(start, start + COPY_BUCKET)
             src, dst = jnp.asarray(plan.copy_src[part]), jnp.asarray(plan.copy_dst[part])

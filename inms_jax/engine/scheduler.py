@@ -36,13 +36,25 @@ class Scheduler:
     """Waiting and running requests. Changed only by the engine thread."""
 
     def __init__(
-        self, memory: MemoryManager, *, max_num_seqs: int, max_model_len: int, max_published: int, vocab_size: int
+        self,
+        memory: MemoryManager,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_published: int,
+        vocab_size: int,
+        copy_budget: int,
     ) -> None:
         self.memory = memory
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.max_published = max_published
         self.vocab_size = vocab_size
+        self.copy_budget = copy_budget
+        self.copy_waits = 0
+        """Steps that a row waited for its copy, since others had used up the budget."""
+        self.peak_copies = 0
+        """Most pages that one step copied."""
         self.waiting: deque[Request | Task] = deque()
         # Fragments that nobody has computed yet: one sequence each, for the request at the head of the queue.
         self.encoding: list[tuple[Request, SequenceHandle]] = []
@@ -217,9 +229,29 @@ class Scheduler:
         self.prefilling.remove(request)
         self.decoding.append(request)
 
-    def decode_rows(self) -> list[tuple[Request, Branch]]:
-        """Every unfinished branch of every decoding request, in admission order."""
-        return [(request, branch) for request in self.decoding for branch in request.unfinished]
+    @property
+    def copy_counts(self) -> dict[str, int]:
+        """For the counters."""
+        return {"copy_waits": self.copy_waits, "peak_copies": self.peak_copies}
+
+    def decode_rows(self, work: PrefillWork | None = None) -> list[tuple[Request, Branch]]:
+        """The unfinished branches of decoding requests, in admission order.
+
+        A branch that must copy a page first waits a step once the budget is used up, of which the copies of the same
+        step's prefill take their part; the first of them never waits.
+        """
+        rows = []
+        wanted, copied = 0, 0 if work is None else len(work.chunk.copies)
+        for request in self.decoding:
+            for branch in request.unfinished:
+                copies = self.memory.must_copy(branch.handle)
+                if copies and wanted and copied + wanted >= self.copy_budget:
+                    self.copy_waits += 1
+                    continue
+                wanted += copies
+                rows.append((request, branch))
+        self.peak_copies = max(self.peak_copies, copied + wanted)
+        return rows
 
     def remove(self, request: Request) -> None:
         """Forget `request`, wherever it is, and the fragments it waits for."""

@@ -172,6 +172,11 @@ class MemoryManager(Operations):
             if chunk.is_last:
                 move(seq, SequenceEvent.PROMPT_DONE)
 
+    def must_copy(self, handle: SequenceHandle) -> bool:
+        """Whether the next token would be written to a page that others hold, as things are."""
+        with self._sequence(handle) as (part, seq):
+            return seq.target is not None and not part.store.writable(seq.target)
+
     def decode(self, handle: SequenceHandle, token: int) -> DecodeSlot:
         """Plan the write of one generated token after everything written so far."""
 
@@ -296,6 +301,15 @@ class MemoryManager(Operations):
         """Free every page of a tenant that no turn needs and that is not pinned; the number freed."""
         with self._tenant(tenant) as part:
             return part.empty()
+
+    def take_freed(self) -> tuple[int, ...]:
+        """The pages that were freed since the last call, for an engine that wipes them; the first call begins to count.
+
+        Wiped before the next write of any page, they hold nothing of their last owner when they are used again.
+        """
+        with self._all():
+            freed, self._commons.pool.freed = self._commons.pool.freed, set()
+            return tuple(sorted(freed or ()))
 
     def evict_cached(self) -> int:
         """Free every cached page; the number freed."""

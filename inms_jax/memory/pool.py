@@ -22,6 +22,8 @@ class PagePool:
         # Popped from the end: the lowest free page first, then the one freed last.
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
         self._books: list[tuple[Book, ...]] = [()] * num_pages
+        # Pages that were in use and were freed since somebody asked, if somebody does.
+        self.freed: set[int] | None = None
 
     def state(self, page: int) -> PageState:
         return self._state[page]
@@ -87,6 +89,8 @@ class PagePool:
         if state is PageState.FREE:
             self._generation[page] += 1
             self._free.append(page)
+            if self.freed is not None:
+                self.freed.add(page)
 
     def retain(self, page: int) -> None:
         """One more holder of a page that is in use; a CACHED page comes back to use."""
@@ -113,6 +117,8 @@ class PagePool:
         self.move(page, PageEvent.FENCE_LIFTED)
         self._generation[page] += 1
         self._free.append(page)
+        if self.freed is not None:
+            self.freed.add(page)
 
     def free_pages(self) -> tuple[int, ...]:
         return tuple(self._free)

@@ -101,7 +101,7 @@ def test_in_strict_mode_a_leak_is_an_error() -> None:
     with pytest.raises(LeakError, match=r"2 agents were not closed: .*a#1.*; .*b#1.*Close agents after use"):
         llm.sweep(later(60))
     assert llm.sweep(later(60)).expired == ()
-    tenant.agent("c", [NOTES])
+    agents.append(tenant.agent("c", [NOTES]))
     llm._core.call(lambda: llm._services.sweep(later(120)))
     with pytest.raises(LeakError, match="1 agents"):
         llm.close()
