@@ -134,3 +134,14 @@ def test_a_long_run_keeps_nothing(tmp_path, monkeypatch):
         assert name not in kept, f"{kept[name]} objects {name} are kept"
     assert kept["Span"] < 60, "texts of closed tenants are kept"  # of 50 plain prompts
     assert found["grown"]["threads"] == 0
+
+
+def test_memory_soak_loses_nothing(tmp_path):
+    found, printed = run(tmp_path, "memory_soak", "--operations", "1500", "--seed", "5")
+    assert found["counts"]["broken off"] > 20
+    assert found["counts"]["expired"] > 5
+    assert found["evictions"] > 100
+    assert [found[name] for name in ("lost_updates", "held_at_the_end", "leaked_pages", "sequences_at_the_end")] == [
+        0
+    ] * 4
+    assert "lost_updates: 0" in printed
