@@ -136,7 +136,8 @@ def test_a_long_run_keeps_nothing(tmp_path, monkeypatch):
     assert found["grown"]["threads"] == 0
 
 
-def test_memory_soak_loses_nothing(tmp_path):
+def test_memory_soak_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     found, printed = run(tmp_path, "memory_soak", "--operations", "1500", "--seed", "5")
     assert found["counts"]["broken off"] > 20
     assert found["counts"]["expired"] > 5
