@@ -44,7 +44,8 @@ class EngineConfig:
     """How an engine runs. Names follow vLLM where it has one.
 
     block_size: tokens per page, a power of two in 8..512.
-    kv_cache_memory: bytes of device memory for KV pages, on each device.
+    kv_cache_memory: bytes of device memory for KV pages, on each device; "auto" is what its memory leaves beside the
+        weights and a tenth for XLA, and 1 GiB on a CPU.
     kv_cache_dtype: "auto" (the weights' dtype), "float32", "bfloat16", "float16" or "int8" (with a scale per token and
         kv head; half the bytes of 16 bits, results that differ a little).
     max_num_seqs: sequences decoded in one step.
@@ -64,7 +65,7 @@ class EngineConfig:
     """
 
     block_size: int = 128
-    kv_cache_memory: int | str = "1GiB"
+    kv_cache_memory: int | str = "auto"
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
@@ -90,7 +91,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value & (value - 1):
                 raise ConfigError(f"{name} must be a power of two, got {value}")
-        parse_bytes(self.kv_cache_memory)
+        if self.kv_cache_memory != "auto":
+            parse_bytes(self.kv_cache_memory)
         if self.kv_cache_dtype not in ("auto", *KV_DTYPE_BYTES):
             names = ", ".join(KV_DTYPE_BYTES)
             raise ConfigError(f"kv_cache_dtype must be auto or one of {names}, got {self.kv_cache_dtype!r}")
@@ -110,10 +112,6 @@ class EngineConfig:
         if self.pool_mode not in ("elastic", "reserved"):
             raise ConfigError(f"pool_mode must be elastic or reserved, got {self.pool_mode!r}")
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        return parse_bytes(self.kv_cache_memory)
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import jax
 from inms_jax.config import MAX_STOP_IDS, EngineConfig, SamplingParams, parse_bytes, sampling_params
 from inms_jax.engine.conversation import SpanEncoder, TextItem
 from inms_jax.engine.core import EngineCore
-from inms_jax.engine.devices import enable_compilation_cache, partition_over
+from inms_jax.engine.devices import enable_compilation_cache, partition_over, pool_bytes
 from inms_jax.engine.fragments import Rules
 from inms_jax.engine.gate import permission
 from inms_jax.engine.levels import split_entries
@@ -87,7 +87,8 @@ class LLM:
         partition = partition_over(loaded.config, config.tensor_parallel_size)
         local = loaded.config if partition is None else partition.local  # what one device computes
         self.page_bytes = local.kv_bytes_per_token(kv_type.itemsize) * config.block_size
-        num_pages = config.kv_cache_bytes // self.page_bytes
+        self._pool_bytes = pool_bytes(config.kv_cache_memory, loaded.params, config.tensor_parallel_size)
+        num_pages = self._pool_bytes // self.page_bytes
         self.max_model_len = self._model_len(num_pages)
         self.cache_identity = CacheIdentity(
             model_id=loaded.model_id,
@@ -152,7 +153,7 @@ class LLM:
             raise ConfigError(f"max_model_len is {asked} and the model was made for at most {longest} positions")
         if capacity < max(2, asked or 0):
             raise ConfigError(
-                f"kv_cache_memory of {self.config.kv_cache_bytes} bytes holds {max(0, num_pages - 1)} pages of "
+                f"kv_cache_memory of {self._pool_bytes} bytes holds {max(0, num_pages - 1)} pages of "
                 f"{self.page_bytes} bytes ({max(0, capacity)} tokens), too few for max_model_len "
                 f"{asked or 2}: raise kv_cache_memory or lower max_model_len"
             )

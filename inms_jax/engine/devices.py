@@ -4,12 +4,15 @@ Only devices of this process are taken, so that with `jax.distributed` every pro
 """
 
 import logging
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from inms_jax.config import DEVICE_MEMORY_FRACTION, parse_bytes
 from inms_jax.errors import ConfigError
 from inms_jax.models.config import ModelConfig
 from inms_jax.models.partition import Partition
@@ -31,6 +34,39 @@ def partition_over(model: ModelConfig, count: int) -> Partition | None:
     for said in partition.kept_whole:
         log.warning("%s", said)
     return partition
+
+
+def pool_bytes(asked: int | str, params: Any, devices: int) -> int:
+    """Bytes of the pool on each of `devices`; ConfigError, with what is left, when the memory does not hold so much."""
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // devices
+    return room_for_pool(asked, weights, memory_limit(jax.local_devices()[:devices]))
+
+
+def memory_limit(devices: Sequence[Any]) -> int | None:
+    """What the smallest of the devices lets this process take; None where that is not known, as on a CPU."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def room_for_pool(asked: int | str, weights: int, limit: int | None) -> int:
+    """The arithmetic of `pool_bytes`, the same as that of `inms-jax plan`."""
+    if limit is None:
+        return parse_bytes("1GiB" if asked == "auto" else asked)
+    left = math.floor(limit * DEVICE_MEMORY_FRACTION) - weights
+    if left <= 0:
+        raise ConfigError(
+            f"the weights take {weights:,} of the {limit:,} bytes that this device lets a process have, and a tenth is "
+            "left for XLA: nothing is left for pages. Take a smaller model, a shorter dtype or more devices."
+        )
+    if asked == "auto":
+        return left
+    if parse_bytes(asked) > left:
+        raise ConfigError(
+            f"kv_cache_memory of {parse_bytes(asked):,} bytes does not fit: the device lets a process have {limit:,}, "
+            f"the weights take {weights:,}, a tenth is left for XLA. At most {left:,} bytes are left: ask for them, "
+            'or for "auto".'
+        )
+    return parse_bytes(asked)
 
 
 def enable_compilation_cache(folder: Path) -> None:
