@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -20,12 +21,31 @@ import numpy as np
 from timing import machine
 
 from inms_jax import LLM, Segment
+from inms_jax.capacity import weight_bytes
 from inms_jax.eval.fragment_quality import compare
-from inms_jax.weights import load
+from inms_jax.weights import LoadedModel, load
 
 MODEL = "smollm2-135m-instruct"
-PAGES = {name: {"kv_cache_dtype": name} for name in ("float32", "bfloat16", "float16", "int8")}
 BASE = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """An engine to be measured: a model, options, and the dtype that its weights have or stand for."""
+
+    model: LoadedModel
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = BASE
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in that dtype."""
+        return weight_bytes(self.model.config, self.dtype, self.options.get("weight_dtype", "auto"))
+
+
+def load_model() -> LoadedModel:
+    """SmolLM2 in float32."""
+    return load(MODEL, dtype="float32")
 
 
 def passages(llm: LLM, count: int, tokens: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -36,14 +56,13 @@ def passages(llm: LLM, count: int, tokens: int) -> Iterator[tuple[str, tuple[int
         yield name, tuple(llm.tokenizer.encode(texts[name])[:tokens])
 
 
-def measure(forms: Mapping[str, Mapping[str, Any]], count: int, tokens: int) -> list[dict[str, Any]]:
-    """One line per form (options of an engine); BASE is among them and is what the others are compared with."""
-    model = load(MODEL, dtype="float32")
+def measure(forms: Mapping[str, Form], count: int, tokens: int) -> list[dict[str, Any]]:
+    """One line per form; BASE is among them and is what the others are compared with."""
     found: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {name: [] for name in forms}
     with ExitStack() as stack:
         llms = {
-            name: stack.enter_context(LLM(model, kv_cache_memory="128MiB", max_model_len=2048, **options))
-            for name, options in forms.items()
+            name: stack.enter_context(LLM(form.model, kv_cache_memory="128MiB", max_model_len=2048, **form.options))
+            for name, form in forms.items()
         }
         for title, answer in passages(llms[BASE], count, tokens):
             base = None
@@ -53,10 +72,12 @@ def measure(forms: Mapping[str, Mapping[str, Any]], count: int, tokens: int) -> 
                 base = score.logits if base is None else base
                 found[name].append((*compare(score.logits, base), -np.asarray(score.logprobs)))
             print(title, *(f"{name} {found[name][-1][0].mean():.2e}" for name in forms), flush=True)
-        return [_line(name, llms[name], lines) for name, lines in found.items()]
+        return [_line(name, forms[name], llms[name], lines) for name, lines in found.items()]
 
 
-def _line(name: str, llm: LLM, lines: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> dict[str, Any]:
+def _line(
+    name: str, form: Form, llm: LLM, lines: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
+) -> dict[str, Any]:
     kl, same, nll = (np.concatenate(column) for column in zip(*lines, strict=True))
     means = [part.mean() for part, _, _ in lines]
     return {
@@ -69,6 +90,7 @@ def _line(name: str, llm: LLM, lines: Sequence[tuple[np.ndarray, np.ndarray, np.
         "top1": float(same.mean()),
         "nll": float(nll.mean()),
         "kv_bytes_per_token": llm.page_bytes // llm.config.block_size,
+        "weight_bytes": form.weight_bytes,
     }
 
 
@@ -76,11 +98,12 @@ def show(lines: Sequence[dict[str, Any]]) -> None:
     for line in lines:
         print(
             f"{line['form']:>10}: KL {line['kl_mean']:.2e} +- {line['kl_error']:.0e}, top-1 {line['top1']:.2%}, "
-            f"NLL {line['nll']:.4f}, {line['kv_bytes_per_token']} B of KV a token"
+            f"NLL {line['nll']:.4f}, {line['kv_bytes_per_token']:,} B of KV a token, "
+            f"{line['weight_bytes']:,} B of weights"
         )
 
 
-def main(forms: Mapping[str, Mapping[str, Any]], description: str) -> None:
+def main(forms: Mapping[str, Form], description: str) -> None:
     """Measure `forms` as the command line says."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path)
@@ -96,4 +119,6 @@ def main(forms: Mapping[str, Mapping[str, Any]], description: str) -> None:
 
 
 if __name__ == "__main__":
-    main(PAGES, __doc__.splitlines()[0])
+    shared = load_model()
+    dtypes = (BASE, "bfloat16", "float16", "int8")
+    main({name: Form(shared, {"kv_cache_dtype": name}) for name in dtypes}, (__doc__ or "").splitlines()[0])

@@ -169,9 +169,18 @@ def model_preset(spec: str | Path) -> ModelConfig:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def weight_bytes(model: ModelConfig, dtype: str) -> int:
-    """Bytes of the parameters."""
-    return sum(math.prod(spec.stored_shape) for spec in tensor_specs(model)) * DTYPE_BYTES[dtype]
+def weight_bytes(model: ModelConfig, dtype: str, weight_dtype: str = "auto") -> int:
+    """Bytes of the parameters in `dtype`; with a `weight_dtype` of int8, matrices of layers take a byte a number and
+    a float32 scale per output.
+    """
+    total = 0
+    for spec in tensor_specs(model):
+        size = math.prod(spec.stored_shape)
+        if spec.projection and weight_dtype == "int8":
+            total += size + 4 * spec.shape[0] * (spec.layers or 1)
+        else:
+            total += size * DTYPE_BYTES[dtype]
+    return total
 
 
 def plan_capacity(
@@ -181,6 +190,7 @@ def plan_capacity(
     *,
     block_size: int = 128,
     dtype: str = "bfloat16",
+    weight_dtype: str = "auto",
     kv_cache_dtype: str = "auto",
     memory_fraction: int | float = DEVICE_MEMORY_FRACTION,
     compared: Sequence[int] = BLOCK_SIZES,
@@ -189,17 +199,18 @@ def plan_capacity(
 
     Raises ConfigError for a value that an engine would refuse, and CapacityError when the weights alone do not fit.
     """
-    EngineConfig(block_size=block_size, kv_cache_dtype=kv_cache_dtype)
+    EngineConfig(block_size=block_size, weight_dtype=weight_dtype, kv_cache_dtype=kv_cache_dtype)
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-    total, weights = parse_bytes(memory), weight_bytes(model, dtype)
+    total, weights = parse_bytes(memory), weight_bytes(model, dtype, weight_dtype)
+    weights_in = dtype if weight_dtype == "auto" else f"{weight_dtype} and {dtype}"
     kv_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     per_token = model.kv_bytes_per_token(KV_DTYPE_BYTES[kv_dtype])
     budget = math.floor(total * memory_fraction) - weights
     if budget <= 0:
         raise CapacityError(
-            f"{model.name} does not fit: its weights take {weights} bytes in {dtype}, and {memory_fraction:.0%} of "
-            f"{total} bytes of memory are {math.floor(total * memory_fraction)}; the rest is for programs"
+            f"{model.name} does not fit: its weights take {weights} bytes in {weights_in}, and {memory_fraction:.0%} "
+            f"of {total} bytes of memory are {math.floor(total * memory_fraction)}; the rest is for programs"
         )
 
     def choice(size: int) -> BlockChoice:
@@ -217,7 +228,7 @@ def plan_capacity(
 
     return Capacity(
         model=model,
-        dtype=dtype,
+        dtype=weights_in,
         kv_dtype=kv_dtype,
         memory_bytes=total,
         memory_fraction=memory_fraction,

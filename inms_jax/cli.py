@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--block-size", type=int, default=128, metavar="INT", help="tokens of a page (%(default)s)")
     plan.add_argument("--dtype", default="bfloat16", help="of the weights (%(default)s)")
+    plan.add_argument("--weight-dtype", default="auto", help="int8: matrices of layers with scales; auto: --dtype")
     plan.add_argument("--kv-cache-dtype", default="auto", help="of the pages; auto is that of the weights")
     plan.set_defaults(command=_plan)
     return parser
@@ -260,6 +261,7 @@ def _plan(options: argparse.Namespace) -> None:
         Work(agents=options.agents, context=options.context, public=options.public, texts=options.texts),
         block_size=options.block_size,
         dtype=options.dtype,
+        weight_dtype=options.weight_dtype,
         kv_cache_dtype=options.kv_cache_dtype,
     )
     print_capacity(found, Console())

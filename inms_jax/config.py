@@ -44,6 +44,8 @@ class EngineConfig:
     """How an engine runs. Names follow vLLM where it has one.
 
     block_size: tokens per page, a power of two in 8..512.
+    weight_dtype: "auto" (as loaded) or "int8": matrices of the layers with a scale per output; half the bytes of 16
+        bits, results that differ a little.
     kv_cache_memory: bytes of device memory for KV pages, on each device; "auto" is what its memory leaves beside the
         weights and a tenth for XLA, and 1 GiB on a CPU.
     kv_cache_dtype: "auto" (the weights' dtype), "float32", "bfloat16", "float16" or "int8" (with a scale per token and
@@ -65,6 +67,7 @@ class EngineConfig:
     """
 
     block_size: int = 128
+    weight_dtype: str = "auto"
     kv_cache_memory: int | str = "auto"
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 8
@@ -96,6 +99,8 @@ class EngineConfig:
         if self.kv_cache_dtype not in ("auto", *KV_DTYPE_BYTES):
             names = ", ".join(KV_DTYPE_BYTES)
             raise ConfigError(f"kv_cache_dtype must be auto or one of {names}, got {self.kv_cache_dtype!r}")
+        if self.weight_dtype not in ("auto", "int8"):
+            raise ConfigError(f"weight_dtype must be auto or int8, got {self.weight_dtype!r}")
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, 2)
         if self.fragments not in ("calibrated", "unchecked", "off"):

@@ -40,6 +40,7 @@ from inms_jax.snapshots import Restored, restore, save
 from inms_jax.stats import Stats, View
 from inms_jax.tenants import Tenant
 from inms_jax.weights import LoadedModel, default_cache_dir, load
+from inms_jax.weights.int8 import with_int8_matrices
 
 log = logging.getLogger("inms_jax")
 
@@ -75,7 +76,10 @@ class LLM:
         enable_compilation_cache(default_cache_dir() / "xla")
         if dtype == "auto":
             dtype = "float32" if on_cpu else "bfloat16"
-        loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype, progress=progress)
+        int8 = config.weight_dtype == "int8"
+        loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype, progress=progress, on_host=int8)
+        if int8:
+            loaded = with_int8_matrices(loaded)
         if len(loaded.tokenizer.eos_ids) > MAX_STOP_IDS:
             count = len(loaded.tokenizer.eos_ids)
             raise ConfigError(f"the model has {count} end tokens, at most {MAX_STOP_IDS} are supported")

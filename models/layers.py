@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int8
 
 from inms_jax.kernels.reduction import ordered_sum
 from inms_jax.models.config import ModelConfig
@@ -35,17 +35,28 @@ WHOLE: Final = Cut()
 """Everything on one device."""
 
 
-def matmul(x: Float[Array, "T I"], weight: Float[Array, "I O"], *, over: str | None = None) -> Float[Array, "T O"]:
+def matmul(
+    x: Float[Array, "T I"],
+    weight: Float[Array, "I O"] | Int8[Array, "I O"],
+    scale: Float32[Array, " O"] | None = None,
+    *,
+    over: str | None = None,
+) -> Float[Array, "T O"]:
     """Product in float32 for float32 weights, on every platform; accumulated in float32 for shorter ones.
 
-    `over` names the mesh axis that I is cut over: the parts are summed before they are rounded to `x`'s dtype.
+    `over` names the mesh axis that I is cut over: the parts are summed before they are rounded to `x`'s dtype. Int8
+    weights come with the `scale` of each output, and are multiplied in `x`'s dtype, which holds them exactly.
     """
+    if scale is not None:
+        weight = weight.astype(x.dtype)
     precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else lax.Precision.DEFAULT
     product = lax.dot_general(
         x, weight, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
     if over is not None:
         product = lax.psum(product, over)  # type: ignore[no-untyped-call]
+    if scale is not None:
+        product = product * scale[None]
     return product.astype(x.dtype)
 
 
@@ -61,7 +72,7 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention and SwiGLU block. Applied as `DecoderLayer(config).apply({"params": layer}, x,
-    attention)`.
+    attention)`. A matrix `q` in int8 has its scales beside it, `q_scale`.
     """
 
     config: ModelConfig
@@ -94,10 +105,10 @@ class DecoderLayer(nn.Module):
         eps = self.config.rms_norm_eps
         q, k, v = self._project(rms_norm(x, self.attn_norm, eps))
         mixed = attention(q, k, v)
-        x = x + matmul(mixed.reshape(x.shape[0], -1), self.o, over=self.cut.heads)
+        x = x + self._product(mixed.reshape(x.shape[0], -1), "o", over=self.cut.heads)
         hidden = rms_norm(x, self.mlp_norm, eps)
-        gated = nn.silu(matmul(hidden, self.gate)) * matmul(hidden, self.up)
-        return x + matmul(gated, self.down, over=self.cut.mlp)
+        gated = nn.silu(self._product(hidden, "gate")) * self._product(hidden, "up")
+        return x + self._product(gated, "down", over=self.cut.mlp)
 
     def declare(self) -> None:
         """Create the parameters without running the layer: `init(key, method="declare")`."""
@@ -107,7 +118,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         c = self.config
         T = x.shape[0]
-        q, k, v = matmul(x, self.q), matmul(x, self.k), matmul(x, self.v)
+        q, k, v = (self._product(x, name) for name in "qkv")
         if c.attention_bias:
             q, k, v = q + self.q_bias[None], k + self.k_bias[None], v + self.v_bias[None]
         q = q.reshape(T, c.num_heads, c.head_dim)
@@ -115,6 +126,9 @@ class DecoderLayer(nn.Module):
         if c.qk_norm:
             q, k = rms_norm(q, self.q_norm, c.rms_norm_eps), rms_norm(k, self.k_norm, c.rms_norm_eps)
         return q, k, v.reshape(T, c.num_kv_heads, c.head_dim)
+
+    def _product(self, x: Float[Array, "T I"], name: str, *, over: str | None = None) -> Float[Array, "T O"]:
+        return matmul(x, getattr(self, name), self.get_variable("params", f"{name}_scale"), over=over)
 
     def _matrix(self, inputs: int, outputs: int, name: str) -> Any:
         return self.param(name, nn.initializers.normal(0.5 * inputs**-0.5), (inputs, outputs), self.dtype)

@@ -42,8 +42,16 @@ _AXES: Final[Mapping[str, tuple[str | None, ...]]] = {
     "gate": (None, "mlp"),
     "up": (None, "mlp"),
     "down": ("mlp", None),
+    # Scales of int8 matrices, one per output.
+    "q_scale": ("heads",),
+    "k_scale": ("kv",),
+    "v_scale": ("kv",),
+    "o_scale": (None,),
+    "gate_scale": ("mlp",),
+    "up_scale": ("mlp",),
+    "down_scale": (None,),
 }
-_KV_WEIGHTS: Final = ("k", "v", "k_bias", "v_bias")
+_KV_WEIGHTS: Final = ("k", "v", "k_bias", "v_bias", "k_scale", "v_scale")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

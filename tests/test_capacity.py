@@ -35,6 +35,20 @@ def test_the_articles_case() -> None:
     assert found.beyond_model
 
 
+def test_int8_weights_by_hand() -> None:
+    model = model_preset("llama-2-7b")
+    matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    scales = 4 * 32 * (5 * 4096 + 2 * 11008)
+    rest = 2 * (2 * 32000 * 4096 + 65 * 4096)
+    assert weight_bytes(model, "bfloat16", "int8") == matrices + scales + rest == 7_006_265_344
+    work = Work(agents=1, context=100, public=0)
+    found = plan_capacity(model, "16GB", work, weight_dtype="int8", kv_cache_dtype="int8")
+    assert (found.weight_bytes, found.dtype) == (7_006_265_344, "int8 and bfloat16")
+    assert found.kv_bytes_per_token == 2 * 32 * 32 * (128 + 4)
+    with pytest.raises(ConfigError, match="weight_dtype must be auto or int8"):
+        plan_capacity(model, "16GB", work, weight_dtype="int3")
+
+
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("texts", [1, 3])
 @pytest.mark.parametrize("shared", [True, False])

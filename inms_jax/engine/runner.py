@@ -124,8 +124,10 @@ class Runner:
         put = jax.device_put if partition is None else partition.place
         self._stacked = put(params)
         # Unrolled layers decode twice as fast on CPU, where device_put of host memory is an alias and costs nothing;
-        # elsewhere it would be a second copy of the weights.
-        self._by_layer = put(unstack_layers(params)) if platform == "cpu" else self._stacked
+        # elsewhere it would be a second copy of the weights. XLA on CPU widens int8 matrices before it multiplies them,
+        # which takes memory for all layers at once unless these are in a loop.
+        by_layer = platform == "cpu" and config.weight_dtype != "int8"
+        self._by_layer = put(unstack_layers(params)) if by_layer else self._stacked
         self._no_seen: dict[int, Array] = {}
         self.freed: Callable[[], Sequence[int]] = lambda: ()
         """Pages to wipe before anything else is written."""

@@ -44,19 +44,20 @@ def load(
     cache_dir: Path | None = None,
     progress: bool = True,
     place: Place | None = None,
+    on_host: bool = False,
 ) -> LoadedModel:
     """Load a known model by name, a `.gguf` file, a Hugging Face directory, a model of the Hub by its id, or what
     `inms-jax convert` wrote.
 
     `place(name)` is the sharding of the tensor "embed", "layers/q", ... ; without it a checkpoint is put on the default
-    device and everything else left on the host. Raises `WeightsError` (of which `UnsupportedModelError` is a kind) or
-    `ConfigError`, naming the file and the tensor or attribute.
+    device, unless `on_host`, and everything else left on the host. Raises `WeightsError` (of which
+    `UnsupportedModelError` is a kind) or `ConfigError`, naming the file and the tensor or attribute.
     """
     named_dtype(dtype)
     cache = cache_dir or default_cache_dir()
     model_id, path = resolve(spec, cache, progress=progress)
     if is_checkpoint(path):
-        return _restored(path, dtype, place)
+        return _restored(path, dtype, place, on_host)
     origin = Origin.of(model_id, path, cache)
     converted = ConvertedModel(cache, f"{model_id}\0{origin.identity}", dtype)
     if not converted.exists():
@@ -81,13 +82,13 @@ def _placed(config: ModelConfig, params: dict[str, Any], place: Place) -> dict[s
     return nest(flat)
 
 
-def _restored(path: Path, dtype: str, place: Place | None) -> LoadedModel:
+def _restored(path: Path, dtype: str, place: Place | None, on_host: bool) -> LoadedModel:
     import jax
 
     from inms_jax.weights.checkpoint import read_params
 
     record = CheckpointRecord.read(path)
-    device = jax.local_devices()[0]
+    device = jax.local_devices(backend="cpu" if on_host else None)[0]
     alone = jax.sharding.SingleDeviceSharding(device)
     params = read_params(path, record, dtype, place or (lambda _: alone))
     if place is None and device.platform == "cpu":

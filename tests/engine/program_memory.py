@@ -1,9 +1,9 @@
 """Compile the engine's prefill and decode programs of a large model from shapes alone, and print what memory they take.
 
 A program of its own, because libtpu takes a lock and speaks on stderr: `TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu
-ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.engine.program_memory v5p llama-2-7b [--full] [--int8-kv]` prints a line of
-JSON per program, each compiled for two pools; `cpu` in place of a chip needs no libtpu, `v5e` is four chips that share
-a model. No weight and no page is allocated. Bytes are those of one device.
+ALLOW_MULTIPLE_LIBTPU_LOAD=1 python -m tests.engine.program_memory v5p llama-2-7b [--full] [--int8-kv] [--int8-weights]`
+prints a line of JSON per program, each compiled for two pools; `cpu` in place of a chip needs no libtpu, `v5e` is four
+chips that share a model. No weight and no page is allocated. Bytes are those of one device.
 """
 
 import functools
@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import unittest.mock
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ ENTRIES = 32  # of each row: 4,096 tokens
 class Shapes:
     """Arrays without numbers, on one device or over the devices that share `model`."""
 
-    def __init__(self, platform: str, model: ModelConfig, *, int8_kv: bool) -> None:
+    def __init__(self, platform: str, model: ModelConfig, options: Collection[str]) -> None:
         on_cpu = platform == "cpu"
         topology = None if on_cpu else topologies.get_topology_desc(TOPOLOGIES[platform], "tpu")
         devices = jax.devices() if topology is None else topology.devices
@@ -51,7 +52,8 @@ class Shapes:
             self.everywhere = NamedSharding(self.partition.mesh, PartitionSpec())
         self.platform = "cpu" if on_cpu else "tpu"
         self.dtype: Any = jnp.float32 if on_cpu else jnp.bfloat16  # what an engine takes there by default
-        self.kv_dtype: Any = jnp.int8 if int8_kv else self.dtype
+        self.kv_dtype: Any = jnp.int8 if "--int8-kv" in options else self.dtype
+        self.int8_weights = "--int8-weights" in options
 
     def array(self, shape: tuple[int, ...], dtype: Any = jnp.int32, sharding: Any = None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self.everywhere)
@@ -61,6 +63,12 @@ class Shapes:
 
     def params(self, *, by_layer: bool) -> Any:
         stacked = init_shapes(self.model, self.dtype)
+        if self.int8_weights:
+            layers = stacked["layers"]
+            for name in [name for name, x in layers.items() if len(x.shape) == 3]:
+                num_layers, _, outputs = layers[name].shape
+                layers[name] = jax.ShapeDtypeStruct(layers[name].shape, jnp.int8)
+                layers[f"{name}_scale"] = jax.ShapeDtypeStruct((num_layers, outputs), jnp.float32)
         if by_layer:
             layer = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in stacked["layers"].items()}
             stacked = {**stacked, "layers": [layer] * self.model.num_layers}
@@ -101,7 +109,7 @@ def size(tree: Any) -> int:
 
 def compile_step(shapes: Shapes, model: ModelConfig, tokens: int | None, pool_bytes: int) -> tuple[int, int, Any]:
     """Bytes of the weights and of the pool, and the program: a prefill chunk of `tokens`, or None for decode."""
-    params = shapes.params(by_layer=tokens is None and shapes.platform == "cpu")
+    params = shapes.params(by_layer=tokens is None and shapes.platform == "cpu" and not shapes.int8_weights)
     pages = shapes.pages(pool_bytes)
     rows, width, logits = (1, tokens, 2) if tokens else (AGENTS, AGENTS, AGENTS)
     column = shapes.array((width,))
@@ -130,8 +138,8 @@ def gathered(program: str) -> int:
     return max((math.prod(int(n) for n in shape.split(",")) for shape in shapes), default=0)
 
 
-def measure(platform: str, model: ModelConfig, tokens: int | None, *, int8_kv: bool = False) -> dict[str, Any]:
-    shapes = Shapes(platform, model, int8_kv=int8_kv)
+def measure(platform: str, model: ModelConfig, tokens: int | None, options: Collection[str] = ()) -> dict[str, Any]:
+    shapes = Shapes(platform, model, options)
     found: dict[str, Any] = {"platform": platform, "model": model.name, "prefill": tokens}
     for name in ("pool", "arguments", "temporaries", "in_place", "gathered"):
         found[name] = []
@@ -146,12 +154,12 @@ def measure(platform: str, model: ModelConfig, tokens: int | None, *, int8_kv: b
     return found
 
 
-def main(platform: str, presets: list[str], *, full: bool, int8_kv: bool) -> None:
+def main(platform: str, presets: list[str], options: Collection[str]) -> None:
     for preset in presets:
-        for tokens in (512 if full else 64, None):
-            print(json.dumps(measure(platform, model_preset(preset), tokens, int8_kv=int8_kv)), flush=True)
+        for tokens in (512 if "--full" in options else 64, None):
+            print(json.dumps(measure(platform, model_preset(preset), tokens, options)), flush=True)
 
 
 if __name__ == "__main__":
     names = [x for x in sys.argv[1:] if not x.startswith("-")]
-    main(names[0], names[1:], full="--full" in sys.argv, int8_kv="--int8-kv" in sys.argv)
+    main(names[0], names[1:], sys.argv)

@@ -47,13 +47,13 @@ def programs(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def check(found: dict[str, Any]) -> None:
+def check(found: dict[str, Any], weight_dtype: str) -> None:
     model = model_preset(found["model"])
     on_cpu = found["platform"] == "cpu"
     devices = 4 if found["platform"] == "v5e" else 1
     # Norms and biases, which every device has whole or in part, are little.
     assert found["weights"] == pytest.approx(
-        weight_bytes(model, "float32" if on_cpu else "bfloat16") / devices, rel=1e-3
+        weight_bytes(model, "float32" if on_cpu else "bfloat16", weight_dtype) / devices, rel=1e-3
     )
     for pool, arguments, temporaries, in_place in zip(
         found["pool"], found["arguments"], found["temporaries"], found["in_place"], strict=True
@@ -66,7 +66,10 @@ def check(found: dict[str, Any]) -> None:
     # Hidden states cross between devices, and logits; a page or a matrix is larger than both.
     assert max(found["gathered"]) <= 8 * model.vocab_size
     layer = (found["weights"] - _tables(found) // devices) // model.num_layers
-    if on_cpu and found["prefill"]:
+    if on_cpu and weight_dtype == "int8":
+        # Widened to float32, a layer at a time.
+        assert found["temporaries"][0] < 1.1 * 4 * layer, f"more than one layer's weights are widened: {found}"
+    elif on_cpu and found["prefill"]:
         # XLA on CPU copies what a scan slices: the weights of the layer at hand. Written out layer by layer, as decode
         # is, a program copies nothing and takes far longer to compile; a chunk does more work than such a copy.
         assert found["temporaries"][0] < 1.1 * layer, f"more than one layer's weights are copied: {found}"
@@ -84,7 +87,7 @@ def check_all(platform: str, *presets: str, options: tuple[str, ...] = ()) -> No
     found = programs(platform, *presets, *options)
     assert [(x["model"], x["prefill"] is None) for x in found] == [(p, d) for p in presets for d in (False, True)]
     for program in found:
-        check(program)
+        check(program, "int8" if "--int8-weights" in options else "auto")
 
 
 def test_programs_for_cpu() -> None:
@@ -103,10 +106,11 @@ def test_programs_for_four_tpus_that_share_a_model() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("option", ["--int8-kv", "--int8-weights"])
 @pytest.mark.parametrize("platform", ["cpu", *(pytest.param(chip, marks=needs_libtpu) for chip in ("v5p", "v5e"))])
-def test_programs_with_int8_pages(platform: str) -> None:
-    """Attention is plain XLA everywhere, and neither numbers nor scales are copied or widened."""
-    check_all(platform, "llama-2-7b", options=("--int8-kv",))
+def test_programs_with_int8(platform: str, option: str) -> None:
+    """Neither pool nor weights are copied or widened as a whole; attention over int8 pages is plain XLA everywhere."""
+    check_all(platform, "llama-2-7b", options=(option,))
 
 
 @pytest.mark.full

@@ -82,9 +82,15 @@ def test_heads_that_do_not_divide_stay_whole_and_the_log_says_so() -> None:
     assert max(sums) == 3, "the embedding and two layers' MLPs; nothing of attention crosses"
 
 
-def test_int8_pages_are_cut_with_their_scales() -> None:
+def test_int8_pages_and_weights_are_cut_with_their_scales() -> None:
     """Sums over devices round otherwise, which moves a number of a page to the next of 255 now and then."""
-    check("8/2", 4, options=("kv_cache_dtype=int8",), tolerance=2e-3)
+    check("8/2", 4, options=("kv_cache_dtype=int8", "weight_dtype=int8"), tolerance=2e-3)
+
+
+@pytest.mark.full
+def test_int8_weights_are_cut_with_their_scales() -> None:
+    check("8/2", 2, 8, options=("weight_dtype=int8",))
+    check("6/2", 4, options=("weight_dtype=int8",))
 
 
 @pytest.mark.full
