@@ -57,60 +57,79 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         "kv_bytes_per_token": kv_bytes,
         "summaries": [asdict(summary) for summary in summarize(rows)],
-        "rows": [asdict(row) for row in rows],
     }
 
 
-def table(result: dict[str, Any]) -> None:
-    print(
-        f"{'task':8} {'read as':38} {'KL':>8} {'±':>7} {'top-1':>6} {'exact':>6} {'judge':>6} {'computed':>9} "
-        f"{'own KV':>9} {'prefill':>8}"
-    )
+COLUMNS = ("task", "read as", "KL", "top-1", "exact", "as dense", "right", "computed", "own KV", "prefill")
+
+
+def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A line for each arm and task, as texts."""
+    found = []
     for one in result["summaries"]:
-        exact, judge = ("-" if one[name] is None else f"{one[name]:.2f}" for name in ("exact", "judge"))
-        own = one["computed_tokens"] * result["kv_bytes_per_token"] / 2**20
-        print(
-            f"{one['task']:8} {one['arm']:38} {one['kl']:8.4f} {one['kl_error']:7.4f} {one['top1']:6.3f} {exact:>6} "
-            f"{judge:>6} {one['computed_tokens']:5.0f}/{one['prompt_tokens']:<4.0f}{own:7.1f}M {one['prefill_s']:7.2f}s"
-        )
+        exact, judge, right = ("-" if one[name] is None else f"{one[name]:.2f}" for name in ("exact", "judge", "right"))
+        kl = f"{one['kl']:.4f} ± {one['kl_error']:.4f}"
+        computed = f"{one['computed_tokens']:.0f} of {one['prompt_tokens']:.0f}"
+        own = f"{one['computed_tokens'] * result['kv_bytes_per_token'] / 2**20:.1f} MiB"
+        top1, prefill = f"{one['top1']:.3f}", f"{one['prefill_s']:.2f} s"
+        found.append((one["task"], one["arm"], kl, top1, exact, judge, right, computed, own, prefill))
+    return found
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table of docs/fragments.md."""
+    rows = [COLUMNS, tuple("---" for _ in COLUMNS), *lines(result)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def table(result: dict[str, Any]) -> None:
+    """The same on a terminal."""
+    rows = [COLUMNS, *lines(result)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+LOOKS = {
+    PUBLIC: ("#0072B2", "published root", 7),
+    DECLARED: ("#009E73", "declared root", -13),
+    BOS: ("#D55E00", "BOS alone", 7),
+}
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Quality against computed tokens, one panel a task."""
     from matplotlib.figure import Figure
 
-    colours = {PUBLIC: "#0072B2", DECLARED: "#009E73", BOS: "#D55E00"}
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     for place, task in enumerate(TASKS, start=1):
         axes = figure.add_subplot(1, len(TASKS), place)
-        placed = [one for one in result["summaries"] if one["task"] == task and " root, " in one["arm"]]
-        found = [one for one in placed if "repaired" not in one["arm"]]
-        for root, colour in colours.items():
-            line = sorted((one for one in found if one["arm"].startswith(root)), key=lambda one: one["computed_tokens"])
+        found = [one for one in result["summaries"] if one["task"] == task and " root, " in one["arm"]]
+        for root, (colour, label, offset) in LOOKS.items():
+            line = [one for one in found if one["arm"].startswith(root) and "repaired" not in one["arm"]]
+            line.sort(key=lambda one: one["computed_tokens"])
             x, y = [one["computed_tokens"] for one in line], [one["kl"] for one in line]
-            axes.errorbar(
-                x,
-                y,
-                yerr=[one["kl_error"] for one in line],
-                marker="o",
-                ms=5,
-                color=colour,
-                capsize=3,
-                label={PUBLIC: "published root", DECLARED: "declared root", BOS: "BOS alone"}[root],
-            )
-            for one, at_x, at_y in zip(line, x, y, strict=True):
+            error = [one["kl_error"] for one in line]
+            axes.errorbar(x, y, yerr=error, marker="o", ms=5, color=colour, capsize=3, label=label)
+            for one, *at in zip(line, x, y, strict=True):
                 link = one["arm"].split(", ")[1].removesuffix(" link")
-                axes.annotate(link, (at_x, at_y), xytext=(5, 5), textcoords="offset points", fontsize=8, color=colour)
+                if link != "4":  # stands beside the 0
+                    axes.annotate(link, at, xytext=(0, offset), textcoords="offset points", fontsize=8, color=colour)
+        for one in (one for one in found if "repaired" in one["arm"]):
+            at = one["computed_tokens"], one["kl"]
+            label = "16 link, 1 block repaired"
+            axes.errorbar(*at, yerr=one["kl_error"], marker="*", ms=10, color="black", capsize=3, label=label)
         dense = next(one for one in result["summaries"] if one["task"] == task and one["arm"] == "dense")
         axes.axvline(dense["computed_tokens"], color="black", ls=":", lw=1, label="computed in place")
         axes.set_title(task)
         axes.set_xlabel("tokens that a reader computes")
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
+        axes.set_ylim(1e-3, 1e-1)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if place == 1:
             axes.set_ylabel("KL to text computed in place (nats per token)")
-            axes.legend(fontsize=8.5)
+            axes.legend(fontsize=8, loc="upper right")
     figure.suptitle(f"Fragments on {result['model']}, {result['documents']} documents a task; numbers are link tokens")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -83,7 +83,7 @@ def run_calibration(
 
 def _table(summaries: Sequence[Summary]) -> Table:
     table = Table(title="Fragments against text computed in place")
-    for title in ("task", "read as", "KL", "top-1", "recall", "judge", "computed"):
+    for title in ("task", "read as", "KL", "top-1", "recall", "judge", "right", "computed"):
         table.add_column(title, justify="left" if title in ("task", "read as") else "right", no_wrap=True)
     for one in sorted(summaries, key=lambda summary: TASKS.index(summary.task)):
         table.add_row(
@@ -93,6 +93,7 @@ def _table(summaries: Sequence[Summary]) -> Table:
             "-" if one.arm == DENSE else f"{one.top1:.3f}",
             "-" if one.exact is None else f"{one.exact:.2f}",
             "-" if one.judge is None or one.arm == DENSE else f"{one.judge:.2f}",
+            "-" if one.right is None else f"{one.right:.2f}",
             f"{one.computed_tokens:.0f} of {one.prompt_tokens:.0f}",
         )
     return table

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32
 
 from inms_jax.engine.outputs import ScoreOutput
 from inms_jax.engine.segment import Segment, Shared
-from inms_jax.eval.probes import JUDGE, OTHER_SYSTEM, SYSTEM, Probe, judge_question
+from inms_jax.eval.probes import JUDGE, OTHER_SYSTEM, SYSTEM, Probe
 from inms_jax.llm import LLM
 from inms_jax.tenants import Tenant
 
@@ -47,7 +47,8 @@ class Arm:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One probe with one arm. kl: mean over the scored tokens, to dense, in nats. exact: greedy decoding says just the
-    right answer (recall). choice: of a judge, in both orders. cold: a fragment had to be computed first.
+    right answer. chose_right: of a judge, whether the right answer is the more likely one. cold: a fragment had to be
+    computed first.
     """
 
     arm: str
@@ -55,7 +56,7 @@ class Row:
     kl: float
     top1: float
     exact: bool
-    choices: tuple[str, ...]
+    chose_right: bool | None
     prompt_tokens: int
     computed_tokens: int
     fragment_tokens: int
@@ -65,7 +66,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All probes of one task with one arm. judge: how often the choice is that of dense; kl_error: standard error."""
+    """All probes of one task with one arm. exact: of recall, greedy answers that are right. judge: how often a choice
+    is that of dense; right: how often it is the right one. kl_error: standard error.
+    """
 
     arm: str
     task: str
@@ -75,6 +78,7 @@ class Summary:
     top1: float
     exact: float | None
     judge: float | None
+    right: float | None
     computed_tokens: float
     prompt_tokens: float
     prefill_s: float
@@ -112,8 +116,6 @@ def _row(
     cold = llm.stats().work.encoded_fragments > before
     probe = probes[number]
     compared = [compare(ours.logits, theirs.logits) for ours, theirs in zip(found, dense, strict=True)]
-    letters = [llm.tokenizer.encode(letter)[0] for letter in "AB"]
-    choices = tuple("AB"[int(np.argmax(one.logits[0, letters]))] for one in found if probe.task == JUDGE)
     first = found[0]
     return Row(
         arm=arm.name,
@@ -121,7 +123,7 @@ def _row(
         kl=float(np.mean(np.concatenate([kl for kl, _ in compared]))),
         top1=float(np.mean(np.concatenate([same for _, same in compared]))),
         exact=first.is_greedy,
-        choices=choices,
+        chose_right=found[0].logprob > found[1].logprob if probe.task == JUDGE else None,
         prompt_tokens=first.num_prompt_tokens,
         computed_tokens=first.num_prompt_tokens - first.num_cached_tokens - first.num_fragment_tokens,
         fragment_tokens=first.num_fragment_tokens,
@@ -131,7 +133,7 @@ def _row(
 
 
 def _answers(llm: LLM, tenants: dict[str, Tenant], probes: Sequence[Probe], number: int, arm: Arm) -> list[ScoreOutput]:
-    """The right answer as this arm sees it; of a judge, its letter in both orders."""
+    """The right answer as this arm sees it; of a judge, then the wrong one."""
     probe = probes[number]
     tenant = tenants[arm.root]
     # The probe's own document stands in the middle of the others.
@@ -141,10 +143,8 @@ def _answers(llm: LLM, tenants: dict[str, Tenant], probes: Sequence[Probe], numb
     shared = [_shared(f"document {n}", arm) for n in documents]
     system = "system" if arm.root == PUBLIC else Segment(SYSTEM)
     with tenant.agent("reader", [system, Segment(probe.note), *shared]) as agent:
-        if probe.task == JUDGE:
-            questions = [(judge_question(probe, swapped=swapped), "BA"[not swapped]) for swapped in (False, True)]
-            return [agent.score(question, letter) for question, letter in questions]
-        return [agent.score(probe.question, probe.answer)]
+        answers = [probe.answer] if probe.wrong is None else [probe.answer, probe.wrong]
+        return [agent.score(probe.question, answer) for answer in answers]
 
 
 def _shared(name: str, arm: Arm) -> Shared:
@@ -175,23 +175,20 @@ def _blocks(logits: np.ndarray) -> Iterator[Array]:
 
 def summarize(rows: Sequence[Row]) -> list[Summary]:
     """One line for each arm and task, in the order in which they came."""
-    dense = {
-        task: [row.choices for row in rows if row.arm == "dense" and row.task == task]
-        for task in {r.task for r in rows}
-    }
-    return [_summary([row for row in rows if (row.arm, row.task) == key], dense[key[1]]) for key in _keys(rows)]
+    dense = [row.chose_right for row in rows if (row.arm, row.task) == ("dense", JUDGE)]
+    return [_summary([row for row in rows if (row.arm, row.task) == key], dense) for key in _keys(rows)]
 
 
 def _keys(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((row.arm, row.task) for row in rows))
 
 
-def _summary(rows: Sequence[Row], dense: Sequence[tuple[str, ...]]) -> Summary:
+def _summary(rows: Sequence[Row], dense: Sequence[bool | None]) -> Summary:
     kl = [row.kl for row in rows]
     task = rows[0].task
     mean = partial(fmean)
     warm = [row.prefill_s for row in rows if not row.cold] or [row.prefill_s for row in rows]
-    agree = [a == b for row, other in zip(rows, dense, strict=True) for a, b in zip(row.choices, other, strict=True)]
+    judged = task == JUDGE
     return Summary(
         arm=rows[0].arm,
         task=task,
@@ -200,7 +197,8 @@ def _summary(rows: Sequence[Row], dense: Sequence[tuple[str, ...]]) -> Summary:
         kl_error=stdev(kl) / len(kl) ** 0.5 if len(kl) > 1 else 0.0,
         top1=mean(row.top1 for row in rows),
         exact=mean(row.exact for row in rows) if task == "recall" else None,
-        judge=mean(agree) if agree else None,
+        judge=mean(row.chose_right == other for row, other in zip(rows, dense, strict=True)) if judged else None,
+        right=mean(bool(row.chose_right) for row in rows) if judged else None,
         computed_tokens=mean(row.computed_tokens for row in rows),
         prompt_tokens=mean(row.prompt_tokens for row in rows),
         prefill_s=median(warm),

@@ -42,7 +42,7 @@ _NOTES = (
 class Probe:
     """One document, what a reader has privately before it, and one question with its answer.
 
-    wrong: the other answer of a judge's question, which is put in both orders.
+    wrong: of a judge's question, the answer that the document does not bear out.
     """
 
     task: str
@@ -90,13 +90,8 @@ def _judge(rng: random.Random) -> Probe:
     wrong = value
     while wrong == value:
         wrong = draw(rng)
-    return Probe(JUDGE, _note(rng), document, f"What is the {name} of {service}?", value, wrong)
-
-
-def judge_question(probe: Probe, *, swapped: bool) -> str:
-    """Asks which of two answers agrees with the document; the right one is A unless `swapped`."""
-    first, second = (probe.wrong, probe.answer) if swapped else (probe.answer, probe.wrong)
-    return f"{probe.question} Answer A: {first}. Answer B: {second}. Which answer is right, A or B? Say one letter."
+    right, other = (f"The {name} of {service} is {one}." for one in (value, wrong))
+    return Probe(JUDGE, _note(rng), document, f"What is the {name} of {service}?", right, other)
 
 
 def _passages(document: int = 900, rest: int = 200) -> Sequence[tuple[str, str]]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from inms_jax import LLM
 from inms_jax.eval.calibrate import run_calibration
 from inms_jax.eval.fragment_quality import Arm, compare, measure, summarize
-from inms_jax.eval.probes import JUDGE, RECALL, TASKS, TEXT, judge_question, make_probes
+from inms_jax.eval.probes import JUDGE, RECALL, TASKS, TEXT, make_probes
 from tests.tiny import tiny_model
 
 
@@ -35,11 +35,9 @@ def test_probes_follow_from_the_seed_and_differ(task: str) -> None:
         if task == RECALL:
             assert probe.answer in probe.document
         if task == JUDGE:
-            assert probe.wrong not in (None, probe.answer)
-            assert f"is {probe.answer}." in probe.document
-            first, second = (judge_question(probe, swapped=swapped) for swapped in (False, True))
-            assert f"A: {probe.answer}" in first
-            assert f"B: {probe.answer}" in second
+            assert probe.wrong is not None
+            assert probe.answer in probe.document
+            assert probe.wrong not in probe.document
 
 
 def test_the_comparison_is_that_of_the_definition() -> None:
