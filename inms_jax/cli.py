@@ -1,4 +1,4 @@
-"""The command line: `inms-jax demo | map | generate | calibrate | convert | models | plan`.
+"""The command line: `inms-jax demo | map | eval | generate | calibrate | convert | models | plan`.
 
 Errors are one line on stderr and exit code 2, the traceback only with --debug. Everything heavy is imported inside the
 command that needs it, so that --help is fast.
@@ -82,6 +82,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     generate.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end token")
     generate.set_defaults(command=_generate)
+
+    evaluate = commands.add_parser(
+        "eval", parents=[common], help="run an experiment into a folder; a run that was stopped goes on"
+    )
+    evaluate.add_argument("config", metavar="CONFIG", help="a TOML file, or the name of a built-in experiment")
+    evaluate.add_argument("--out", type=Path, metavar="DIR", help="default: out/eval/ and the name of the file")
+    evaluate.add_argument("--tiny", action="store_true", help="with the values of [tiny], which take seconds")
+    evaluate.set_defaults(command=_eval)
 
     calibrate = commands.add_parser(
         "calibrate", parents=[common], help="measure what fragments cost a model, and allow them if that is little"
@@ -185,6 +193,18 @@ def _generate(options: argparse.Namespace) -> None:
         "ttft_s": ttft_s,
     }
     _write_json(options.json, result)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from inms_jax.eval.experiment import find_config, load_config
+    from inms_jax.eval.experiment_run import run_experiment
+
+    config = load_config(find_config(options.config), tiny=options.tiny)
+    out = options.out or Path("out/eval") / (config.name + ("-tiny" if options.tiny else ""))
+    results = run_experiment(config, out, Console())
+    _write_json(options.json, results.to_json())
 
 
 def _calibrate(options: argparse.Namespace) -> None:

@@ -12,7 +12,8 @@ from inms_jax.eval.results import DemoResult, MapCell, ModeResult
 
 MIB = 2**20
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-_MODE_COLOURS = {"independent": "#D55E00", "shared": "#0072B2"}
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+_MODE_COLOURS = {"independent": ORANGE, "shared": BLUE}
 PAGE_COLOURS = {
     "global": "#56B4E9",
     "group": "#009E73",
@@ -35,6 +36,23 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError("the pictures need matplotlib: install the extra, `pip install inms-jax[plot]`") from error
+
+
+def figure_of(width: int | float, height: int | float, *, columns: int = 1) -> tuple[Any, Any]:
+    """A figure with one row of axes; one axes when there is one column."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout=_layout())
+    return figure, figure.subplots(1, columns)
+
+
+def plain(axes: Any, title: str) -> None:
+    """A title, a grid, no frame, and a legend if anything has a label."""
+    axes.set_title(title, fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=9, framealpha=1.0)
 
 
 def write_plots(result: DemoResult, folder: Path) -> tuple[Path, Path]:
