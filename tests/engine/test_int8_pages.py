@@ -12,6 +12,7 @@ from inms_jax.engine.runner import compiled_programs
 from inms_jax.errors import ConfigError, SnapshotError
 from inms_jax.kernels.scaled import ScaledPages
 from tests.engine import test_determinism as determinism
+from tests.engine import test_leases
 from tests.engine.fragments.test_placing import DOCUMENT, PARAMS, RECORD, check_against_oracle
 from tests.engine.test_snapshot import answers, same, work
 from tests.tiny import tiny_llm
@@ -84,6 +85,25 @@ def test_a_snapshot_brings_numbers_and_scales_back(tmp_path: Path) -> None:
         llm.verify()
     with tiny_llm() as wide, pytest.raises(SnapshotError, match=r"dtype: 'float32/int8' there, 'float32/float32' here"):
         wide.restore(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_pages_in_host_memory_come_back_with_their_scales(llm: LLM, evict: bool) -> None:
+    test_leases.test_an_offloaded_agent_goes_on_with_the_same_bits(llm, evict)
+
+
+def test_freed_pages_lose_numbers_and_scales() -> None:
+    with engine(zero_on_free=True) as llm, llm.tenant("acme") as tenant:
+        with tenant.agent("a", [Segment("My word is ultraviolet. " * 4)]) as agent:
+            agent.chat("Hm?", PARAMS)
+            pages = [info.page for info in llm.memory_map()]
+            before = llm._core.call(lambda: llm._core.runner.read_pages(pages))
+        llm._core.call(llm._core.runner.wipe)
+        after = llm._core.call(lambda: llm._core.runner.read_pages(pages))
+    for full, empty in zip(before, after, strict=True):
+        assert full[..., :16].any(axis=(1, 2, 3, 4)).all()
+        assert full[..., 16:].any(axis=(1, 2, 3, 4)).all()
+        assert not empty.any()
 
 
 def test_fragments_are_read_where_they_lie_by_turning_queries() -> None:
