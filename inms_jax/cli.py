@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--dtype", default="bfloat16", metavar="NAME", help="bfloat16, float16 or float32 (%(default)s)"
     )
+    convert.add_argument("--weight-dtype", default="auto", help="int8: matrices of layers with scales; auto: --dtype")
     convert.set_defaults(command=_convert)
 
     models = commands.add_parser("models", parents=[common], help="which models are known, and which are here")
@@ -225,13 +226,14 @@ def _calibrate(options: argparse.Namespace) -> None:
 def _convert(options: argparse.Namespace) -> None:
     from inms_jax.weights.convert import convert
 
-    record = convert(options.model, options.out, dtype=options.dtype)
+    record = convert(options.model, options.out, dtype=options.dtype, weight_dtype=options.weight_dtype)
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
     print(f"{options.out}: {record.config.name} in {record.dtype}, {size:,} bytes")
     result = {
         "model": record.model_id,
         "out": str(options.out),
         "dtype": record.dtype,
+        "weight_dtype": record.weight_dtype,
         "bytes": size,
         "weights_version": record.weights_version,
     }

@@ -126,7 +126,7 @@ class Runner:
         # Unrolled layers decode twice as fast on CPU, where device_put of host memory is an alias and costs nothing;
         # elsewhere it would be a second copy of the weights. XLA on CPU widens int8 matrices before it multiplies them,
         # which takes memory for all layers at once unless these are in a loop.
-        by_layer = platform == "cpu" and config.weight_dtype != "int8"
+        by_layer = platform == "cpu" and not any(x.dtype == jnp.int8 for x in params["layers"].values())
         self._by_layer = put(unstack_layers(params)) if by_layer else self._stacked
         self._no_seen: dict[int, Array] = {}
         self.freed: Callable[[], Sequence[int]] = lambda: ()

@@ -1,4 +1,4 @@
-"""The tensors of a file as the blocks that are stored: cast once, matrices turned to the order of the tree.
+"""The tensors of a file as the blocks that are stored: cast or quantised once, matrices turned to the tree's order.
 
 Between the readers of weight files and the two forms that are written. Knows neither.
 """
@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Float, Float32, Int8
 
 from inms_jax.errors import ConfigError, WeightsError
 from inms_jax.weights.tree import TensorSpec
@@ -18,6 +19,11 @@ DTYPES: Final = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+
+# Largest int8 number; symmetric: -128 is not used.
+_LARGEST: Final = np.float32(127)
+# JAX on CPU takes host memory as it is if it begins at a multiple of this.
+_ALIGNMENT: Final = 64
 
 # (name in the tree, layer) to the tensor in float32, a run of rows at a time, as files have them.
 Rows = Callable[[str, int | None], Iterator[np.ndarray]]
@@ -70,3 +76,23 @@ def _cast(part: np.ndarray, dtype: np.dtype[Any], spec: TensorSpec, layer: int |
             " choose bfloat16."
         )
     return cast
+
+
+def quantise(stacked: Float[np.ndarray, "L I O"]) -> tuple[Int8[np.ndarray, "L I O"], Float32[np.ndarray, "L O"]]:
+    """The nearest int8 numbers, and the scales that make the largest of each output channel 127."""
+    num_layers, _, outputs = stacked.shape
+    numbers, scales = _aligned(stacked.shape, np.int8), _aligned((num_layers, outputs), np.float32)
+    for layer in range(num_layers):
+        wide = stacked[layer].astype(np.float32)
+        scales[layer] = np.abs(wide).max(axis=0) / _LARGEST
+        wide /= np.where(scales[layer] == 0, np.float32(1), scales[layer])
+        numbers[layer] = np.rint(wide, out=wide)
+    return numbers, scales
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    array: np.ndarray = raw[start : start + size].view(dtype).reshape(shape)
+    return array

@@ -22,10 +22,11 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from inms_jax.errors import WeightsError
-from inms_jax.weights.blocks import Block, Rows, named_dtype, tensor_blocks
+from inms_jax.weights.blocks import Block, Rows, named_dtype
 from inms_jax.weights.record import CheckpointRecord, Place
 from inms_jax.weights.store import SPARE_BYTES, progress_bar
-from inms_jax.weights.tree import TensorSpec, nest, tensor_specs
+from inms_jax.weights.stored import StoredTensor, stored_tensors
+from inms_jax.weights.tree import nest
 
 _PARAMS: Final = "params"
 _CHUNK_BYTES: Final = 16 * 2**20
@@ -38,22 +39,20 @@ def read_params(path: Path, record: CheckpointRecord, dtype: str, place: Place) 
     """
     reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True))
     flat: dict[str, Any] = {}
-    for spec in tensor_specs(record.config):
-        wanted = ocp.ArrayRestoreArgs(
-            sharding=place(spec.name), global_shape=spec.stored_shape, dtype=named_dtype(dtype)
-        )
+    for tensor in stored_tensors(record.config, named_dtype(dtype), int8=record.weight_dtype == "int8"):
+        wanted = ocp.ArrayRestoreArgs(sharding=place(tensor.name), global_shape=tensor.shape, dtype=tensor.dtype)
         arguments = ocp.args.PyTreeRestore(
-            nest({spec.name: 0}), restore_args=nest({spec.name: wanted}), partial_restore=True
+            nest({tensor.name: 0}), restore_args=nest({tensor.name: wanted}), partial_restore=True
         )
         try:
             with _quiet_orbax():
                 found = reader.restore(path / _PARAMS, args=arguments)
         except Exception as error:  # whatever orbax or tensorstore meets; the tensor is what the reader can act on
             raise WeightsError(
-                f"Cannot restore tensor {spec.name!r} of {path}: {_reason(error)}. Convert the model again."
+                f"Cannot restore tensor {tensor.name!r} of {path}: {_reason(error)}. Convert the model again."
             ) from error
-        group, _, leaf = spec.name.rpartition("/")
-        flat[spec.name] = (found[group] if group else found)[leaf].block_until_ready()
+        group, _, leaf = tensor.name.rpartition("/")
+        flat[tensor.name] = (found[group] if group else found)[leaf].block_until_ready()
     return nest(flat)
 
 
@@ -64,8 +63,8 @@ def write_checkpoint(path: Path, record: CheckpointRecord, rows: Rows, *, progre
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    specs, dtype = tensor_specs(record.config), named_dtype(record.dtype)
-    total = sum(math.prod(spec.stored_shape) for spec in specs) * dtype.itemsize
+    tensors = stored_tensors(record.config, named_dtype(record.dtype), int8=record.weight_dtype == "int8")
+    total = sum(tensor.nbytes for tensor in tensors)
     free = shutil.disk_usage(path.parent).free
     if free < total + SPARE_BYTES:
         raise WeightsError(
@@ -83,8 +82,8 @@ def write_checkpoint(path: Path, record: CheckpointRecord, rows: Rows, *, progre
             # Weights hardly compress (bfloat16 by a fifth), and are then restored two to three times slower.
             layout = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False}
             writer = ocp.PyTreeCheckpointHandler(**layout, type_handler_registry=registry)
-            leaves = nest({spec.name: _Stream(spec, rows, dtype) for spec in specs})
-            chunks = nest({spec.name: _chunks(spec) for spec in specs})
+            leaves = nest({tensor.name: _Stream(tensor, rows) for tensor in tensors})
+            chunks = nest({tensor.name: _chunks(tensor) for tensor in tensors})
             ocp.Checkpointer(writer).save(work / _PARAMS, args=ocp.args.PyTreeSave(leaves, save_args=chunks))
         record.write(work)
         os.rename(work, path)  # fails if another conversion was first
@@ -102,16 +101,15 @@ def write_checkpoint(path: Path, record: CheckpointRecord, rows: Rows, *, progre
 class _Stream:
     """A tensor that is read while it is written; for orbax an array with a shape and a dtype."""
 
-    def __init__(self, spec: TensorSpec, rows: Rows, dtype: np.dtype[Any]) -> None:
-        self.spec, self.rows, self.dtype = spec, rows, dtype
-        self.shape = spec.stored_shape
+    def __init__(self, tensor: StoredTensor, rows: Rows) -> None:
+        self.tensor, self.rows = tensor, rows
+        self.shape, self.dtype, self.nbytes = tensor.shape, tensor.dtype, tensor.nbytes
         self.size = math.prod(self.shape)
-        self.nbytes = self.size * dtype.itemsize
 
     def blocks(self, rows_per_block: int) -> Iterator[Block]:
         """Blocks of whole chunks, so that no chunk is written twice."""
         waiting: list[Block] = []
-        for block in tensor_blocks(self.spec, self.rows, self.dtype):
+        for block in self.tensor.blocks(self.rows):
             waiting.append(block)
             if sum(len(b.values) for b in waiting) % rows_per_block == 0:
                 yield _joined(waiting)
@@ -140,7 +138,7 @@ class _StreamHandler(ocp.type_handlers.NumpyHandler):
             with self._step():
                 array = tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context).result()
             chunk: Any = array.chunk_layout.write_chunk.shape
-            rows = chunk[0 if value.spec.layers is None else 1]
+            rows = chunk[0 if value.tensor.spec.layers is None else 1]
             for block in value.blocks(rows):
                 with self._step():
                     target = array if block.layer is None else array[block.layer]
@@ -182,9 +180,9 @@ def _joined(blocks: list[Block]) -> Block:
     return Block(blocks[0].layer, blocks[0].start, values)
 
 
-def _chunks(spec: TensorSpec) -> ocp.SaveArgs:
+def _chunks(tensor: StoredTensor) -> ocp.SaveArgs:
     # A chunk is of one layer, so that it is written once and a part of a matrix can be read alone.
-    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=() if spec.layers is None else (0,))
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=() if tensor.spec.layers is None else (0,))
 
 
 def _reason(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from inms_jax.config import EngineConfig
 from inms_jax.errors import WeightsError
 from inms_jax.weights.blocks import named_dtype
 from inms_jax.weights.checkpoint import write_checkpoint
@@ -17,15 +18,18 @@ def convert(
     out: str | Path,
     *,
     dtype: str = "bfloat16",
+    weight_dtype: str = "auto",
     cache_dir: Path | None = None,
     progress: bool = True,
 ) -> CheckpointRecord:
     """Write `spec`, whatever `load` takes, to the new directory `out` with weights of `dtype`; then `load(out)`.
+    With a `weight_dtype` of "int8", matrices of layers are int8 with a scale per output channel.
 
     Raises `WeightsError` or `ConfigError` and leaves nothing behind; killed in the middle, it leaves a hidden directory
     that nothing takes for a model.
     """
     named_dtype(dtype)
+    EngineConfig(weight_dtype=weight_dtype)
     out = Path(out).expanduser()
     if out.exists():
         raise WeightsError(f"{out} exists: choose another place or remove it.")
@@ -38,7 +42,8 @@ def convert(
     origin = Origin.of(model_id, path, cache)
     opened = origin.open()
     # Rounded to 16 bits, a model is another one, whatever dtype it is computed in.
-    version = hashlib.sha256(f"{origin.weights_version}\n{dtype}".encode()).hexdigest()
-    record = CheckpointRecord(opened.config, opened.metadata, dtype, model_id, version)
+    stored = dtype if weight_dtype == "auto" else f"{dtype} and {weight_dtype}"
+    version = hashlib.sha256(f"{origin.weights_version}\n{stored}".encode()).hexdigest()
+    record = CheckpointRecord(opened.config, opened.metadata, dtype, model_id, version, weight_dtype)
     write_checkpoint(out, record, opened.rows, progress=progress)
     return record

@@ -25,6 +25,8 @@ class CheckpointRecord:
     dtype: str
     model_id: str
     weights_version: str
+    weight_dtype: str = "auto"
+    """"int8": matrices of layers are int8 with scales, and `dtype` is that of everything else."""
 
     @classmethod
     def read(cls, path: Path) -> "CheckpointRecord":

@@ -18,6 +18,7 @@ import pytest
 from inms_jax.errors import ConfigError, WeightsError
 from inms_jax.weights import LoadedModel, load
 from inms_jax.weights.convert import convert
+from inms_jax.weights.int8 import with_int8_matrices
 from inms_jax.weights.safetensors import HuggingFaceDirectory
 from tests.weights.conftest import make_tensors
 
@@ -55,6 +56,33 @@ def test_a_checkpoint_is_the_tree_that_load_gives(
     assert (restored.config, restored.model_id) == (original.config, original.model_id)
     assert restored.tokenizer.encode("he<s>") == original.tokenizer.encode("he<s>")
     assert restored.chat_template is not None
+
+
+def test_int8_matrices_are_those_that_an_engine_would_make(
+    tensors: Tensors, write_directory: Write, tmp_path: Path
+) -> None:
+    source = write_directory(tensors, shards=2)
+    original = load(source, cache_dir=tmp_path / "c")
+    options: dict[str, Any] = {"dtype": "float32", "cache_dir": tmp_path / "c", "progress": False}
+    plain = convert(source, tmp_path / "plain", **options)
+    convert(source, tmp_path / "out", weight_dtype="int8", **options)
+    restored = load(tmp_path / "out")
+    expected = flat(with_int8_matrices(original))
+    assert flat(restored).keys() == expected.keys()
+    for name, value in expected.items():
+        found = flat(restored)[name]
+        assert found.dtype == value.dtype
+        assert found.ctypes.data % 64 == 0, f"{name} would be copied by device_put"
+        np.testing.assert_array_equal(found, value, err_msg=name)
+    assert len({x.weights_version for x in (restored, plain, original)}) == 3
+    assert with_int8_matrices(restored) is restored
+    kinds = {name: str(x.dtype) for name, x in flat(load(tmp_path / "out", dtype="bfloat16")).items()}
+    assert (kinds["layers/q"], kinds["layers/q_scale"], kinds["embed"]) == ("int8", "float32", "bfloat16")
+    size = sum(file.stat().st_size for file in (tmp_path / "out" / "params").rglob("*") if file.is_file())
+    assert size < 0.7 * sum(x.nbytes for x in flat(original).values())
+    with pytest.raises(ConfigError, match="weight_dtype must be auto or int8, got 'int4'"):
+        convert(source, tmp_path / "no", weight_dtype="int4", **options)
+    assert not (tmp_path / "no").exists()
 
 
 def test_other_programs_can_restore_it(tensors: Tensors, write_directory: Write, tmp_path: Path) -> None:

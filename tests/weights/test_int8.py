@@ -13,7 +13,8 @@ from inms_jax.capacity import weight_bytes
 from inms_jax.engine.runner import compiled_programs
 from inms_jax.errors import ConfigError, SnapshotError
 from inms_jax.models.layers import matmul
-from inms_jax.weights.int8 import quantise, with_int8_matrices
+from inms_jax.weights.blocks import quantise
+from inms_jax.weights.int8 import with_int8_matrices
 from tests.engine import test_determinism as determinism
 from tests.engine.test_snapshot import work
 from tests.tiny import tiny_llm, tiny_model
