@@ -10,6 +10,7 @@ import pytest
 from inms_jax import LLM, SamplingParams, Segment
 from inms_jax.engine.runner import compiled_programs
 from inms_jax.errors import ConfigError, SnapshotError
+from inms_jax.kernels import choice
 from inms_jax.kernels.scaled import ScaledPages
 from tests.engine import test_determinism as determinism
 from tests.engine import test_leases
@@ -59,6 +60,10 @@ def test_cold_equals_warm(llm: LLM, params: SamplingParams) -> None:
 
 def test_alone_equals_beside_others(llm: LLM) -> None:
     determinism.test_alone_equals_beside_others(llm, 3, "a much longer private text, " * 5)
+
+
+def test_another_agents_secret_moves_nothing(llm: LLM) -> None:
+    determinism.test_another_agents_secret_moves_nothing(llm)
 
 
 @pytest.mark.parametrize("between", ["evict", "rebuild"])
@@ -118,6 +123,22 @@ def test_fragments_are_read_where_they_lie_by_turning_queries() -> None:
         again = twin.chat("When is the release?", PARAMS)
         assert again.num_fragment_tokens == output.num_fragment_tokens > 300
         assert determinism.said(again) == determinism.said(output)
+
+
+def test_platforms_with_kernels_of_their_own_take_plain_xla_and_say_so(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a TPU, whose kernels are asked first: on this machine they could not run at all."""
+    prompts = ["one", "a longer prompt " * 4]
+    expected = llm.generate(prompts, determinism.GREEDY)
+    assert not caplog.records
+    monkeypatch.setattr(choice, "_ELSEWHERE", ("pallas_tpu", "xla"))
+    programs = compiled_programs()
+    with engine(num_pages=60) as other:
+        found = other.generate(prompts, determinism.GREEDY)
+    assert compiled_programs() > programs, "nothing was traced with the other choice"
+    assert [determinism.said(o) for o in found] == [determinism.said(o) for o in expected]
+    assert caplog.messages == ["there is no Pallas kernel for int8 pages: attention runs in plain XLA on this cpu"]
 
 
 def test_no_program_is_compiled_twice(llm: LLM) -> None:
