@@ -43,10 +43,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[Row] = []
     with LLM(args.model, kv_cache_memory="768MiB", **options) as llm:
         llm.warmup()
-        for task in TASKS:
+        for task in args.tasks:
             rows += measure(llm, make_probes(task, args.documents, args.seed), arms(args.link))
             print(f"{task}: {time.perf_counter() - began:.0f} s", flush=True)
-        for task in (RECALL, TEXT):
+        for task in [task for task in (RECALL, TEXT) if task in args.tasks]:
             rows += measure(llm, make_probes(task, args.documents, args.seed + 1), in_a_row(args.link))
             print(f"{task} in a row: {time.perf_counter() - began:.0f} s", flush=True)
         kv_bytes = llm.page_bytes // llm.config.block_size
@@ -101,9 +101,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """Quality against computed tokens, one panel a task."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    for place, task in enumerate(TASKS, start=1):
-        axes = figure.add_subplot(1, len(TASKS), place)
+    tasks = [task for task in TASKS if any(one["task"] == task for one in result["summaries"])]
+    figure = Figure(figsize=(4.2 * len(tasks), 4.6), layout="constrained")
+    for place, task in enumerate(tasks, start=1):
+        axes = figure.add_subplot(1, len(tasks), place)
         found = [one for one in result["summaries"] if one["task"] == task and " root, " in one["arm"]]
         for root, (colour, label, offset) in LOOKS.items():
             line = [one for one in found if one["arm"].startswith(root) and "repaired" not in one["arm"]]
@@ -139,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--documents", type=int, default=40, help="of each task (%(default)s)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="all of them unless given")
     parser.add_argument("--link", type=int, default=16, help="link tokens of the arms that compare roots (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

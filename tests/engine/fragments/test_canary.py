@@ -5,14 +5,12 @@ A reader scores an answer while another agent, which read the same document behi
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
 
 from inms_jax import LLM, SamplingParams, Segment
-from inms_jax.memory.index import PrefixIndex
-from inms_jax.memory.tier import Scope
+from inms_jax.eval.naive import keys_of_content_alone
 
 pytestmark = pytest.mark.model
 
@@ -60,24 +58,20 @@ def test_another_agents_private_note_moves_no_bit(smollm2_spec: str, mode: str) 
             assert np.array_equal(alone, beside)
 
 
-def test_with_keys_of_content_alone_it_moves_them(smollm2_spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_keys_of_content_alone_it_moves_them(smollm2_spec: str) -> None:
     """The measure above can fail: a cache that finds a document by its tokens, whatever stood before it, leaks."""
-    intern = PrefixIndex.intern
-
-    def by_content(self: PrefixIndex, parent: Any, scope: Scope, tokens: bytes, *rest: Any) -> Any:
-        return intern(self, None, Scope(scope.tenant), tokens, *rest)
-
     with engine(smollm2_spec) as llm:
         alone, _ = reader_logits(llm, None, "prefix")
-        with monkeypatch.context() as patch:
-            patch.setattr(PrefixIndex, "intern", by_content)
-            patch.setattr("inms_jax.memory.store.PageStore.shares", lambda _, node: node is not None)
+        with keys_of_content_alone():
             leaked = []
             for secret in SECRETS:
                 llm.reset_prefix_cache()
                 logits, found = reader_logits(llm, secret, "prefix")
                 assert found > 0
                 leaked.append(logits)
-    moved = [np.abs(logits - alone).max() for logits in leaked]
-    assert min(moved) > 0.01
-    assert np.abs(leaked[0] - leaked[1]).max() > 0.01
+        moved = [np.abs(logits - alone).max() for logits in leaked]
+        assert min(moved) > 0.01
+        assert np.abs(leaked[0] - leaked[1]).max() > 0.01
+        llm.reset_prefix_cache()
+        again, _ = reader_logits(llm, SECRETS[0], "prefix")
+        assert np.array_equal(again, alone)
