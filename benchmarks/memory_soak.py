@@ -8,6 +8,7 @@ agents are left behind by whoever used them, and end by their leases; the pool i
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import random
@@ -241,7 +242,8 @@ class Soak:
                 self.read_everything()
         seconds = time.perf_counter() - began
         for agent in self.agents:
-            self.end(agent)
+            with contextlib.suppress(InmsError):  # a sweep that was broken off has ended it without saying so
+                self.end(agent)
         self.now += 10 * TTL
         self.agents = []
         self.sweep()

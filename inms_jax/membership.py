@@ -4,11 +4,13 @@ Outlives the agent's object, so that an agent which was dropped without `close()
 conversations.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
 
 from inms_jax.engine.services import Services
+from inms_jax.errors import StaleHandleError
 from inms_jax.memory.lease import Expired
 from inms_jax.memory.manager import SequenceHandle
 from inms_jax.memory.tier import Scope
@@ -75,7 +77,8 @@ class Membership:
         self._ended = True
         services = self._engine
         if self.handle is not None:
-            services.memory.release(self.handle)
+            with contextlib.suppress(StaleHandleError):  # its lease was over, and nobody was told
+                services.memory.release(self.handle)
             services.core.host.forget(self.handle)
             services.members.pop(self.handle, None)
         for lineage in self.lineages:

@@ -23,7 +23,7 @@ def repair(part: Partition, failed: Sequence | None) -> None:
     log.warning("an operation of tenant %r was broken off: what it had begun is taken back", part.tenant)
     part.forget_unfinished()
     for seq in list(part.sequences):
-        if seq.state is SequenceState.CLOSED:
+        if seq.state in (SequenceState.CLOSED, SequenceState.EXPIRED):
             _give_up(seq)
             part.forget(seq)
         elif seq is failed or not _is_whole(seq):

@@ -145,6 +145,23 @@ def decode_on(s: Scene) -> None:
         s.memory.commit_decode(s.c)
 
 
+def sweep(s: Scene) -> None:
+    """Two of three leases are over."""
+    for handle, ttl in ((s.a, 1), (s.other, 1000), (s.twin, 1)):
+        s.memory.lease(handle, ttl, 0)
+    s.memory.sweep(100)
+    assert s.memory.sweep(200).expired == ()
+
+
+def offload(s: Scene) -> None:
+    s.release(s.twin)
+    s.memory.pause(s.a, None)
+    assert s.memory.offload(s.a, s.lab.download) == 1
+    s.memory.evict_cached()
+    assert s.memory.begin_turn(s.a, [*s.history, Span((1,), A)], max_new_tokens=0).admitted
+    assert s.memory.restore(s.a, s.lab.upload) == 4
+
+
 OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "register": lambda s: s.memory.register(A),
     "begin_turn": begin_again,
@@ -157,6 +174,8 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "fork in a turn": lambda s: s.memory.fork(s.c, C),
     "release": lambda s: s.memory.release(s.b),
     "drop": lambda s: s.memory.drop(s.a),
+    "sweep": sweep,
+    "offload and restore": offload,
     "empty": lambda s: s.memory.empty("x"),
     "evict_cached": lambda s: s.memory.evict_cached(),
     "clear": lambda s: s.memory.clear(),
