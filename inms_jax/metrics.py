@@ -76,6 +76,9 @@ class KVCollector(Collector):
             "inms_jax_kv_dropped_sequences", "Idle agents that gave up their KV", memory.dropped_sequences
         )
         yield CounterMetricFamily("inms_jax_kv_copies", "Pages copied on write", memory.copies)
+        yield GaugeMetricFamily(
+            "inms_jax_kv_peak_copies", "Most pages copied in one step since the start", stats.work.peak_copies
+        )
         yield CounterMetricFamily("inms_jax_kv_evictions", "Cached pages evicted", memory.evictions)
         yield CounterMetricFamily(
             "inms_jax_kv_expired_sequences", "Agents that were ended because nobody used them", memory.expired_sequences

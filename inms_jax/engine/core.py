@@ -188,7 +188,7 @@ class EngineCore:
             work = None
         if work is not None:
             self._guard([work.request], lambda: self._prefill(work))
-        rows = self.scheduler.decode_rows(work)
+        rows = self.scheduler.decode_rows()
         for start in range(0, len(rows), self._decode_buckets[-1]):
             batch = rows[start : start + self._decode_buckets[-1]]
             self._guard([request for request, _ in batch], lambda batch=batch: self._decode(batch))  # type: ignore[misc]
@@ -263,6 +263,7 @@ class EngineCore:
 
     def _decode(self, batch: list[tuple[Request, Branch]]) -> None:
         slots = [self.memory.decode(branch.handle, branch.token_ids[-1]) for _, branch in batch]
+        self.scheduler.note_copies(sum(len(slot.copies) for slot in slots))
         rows = [self.memory.row(branch.handle) for _, branch in batch]
         # Rows that read pages at other positions run by themselves: which program a row takes, and with it its bits,
         # follows from the row alone.

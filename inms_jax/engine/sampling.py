@@ -5,6 +5,7 @@ argmax(x / t + Gumbel noise) is a draw from softmax(x / t).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +53,17 @@ class Greedy:
     lse: Float[Array, " S"]
 
 
+def _ordered_lse(logits: Float[Array, "S V"]) -> Float[Array, " S"]:
+    most = jnp.max(logits, axis=-1, keepdims=True)
+    return most[:, 0] + jnp.log(ordered_sum(jnp.exp(logits - most)))
+
+
 def greedy(logits: Float[Array, "S V"]) -> Greedy:
     """Argmax and its log-probability. Part of the step program, so every row takes this one path."""
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    # On CPU a plain sum over the vocabulary rounds by the number of rows, from 16 of them on.
+    lse: Float[Array, " S"] = jax.lax.platform_dependent(
+        logits, cpu=_ordered_lse, default=partial(jax.nn.logsumexp, axis=-1)
+    )
     return Greedy(token=jnp.argmax(logits, axis=-1).astype(jnp.int32), logprob=jnp.max(logits, axis=-1) - lse, lse=lse)
 
 

@@ -53,8 +53,12 @@ class Scheduler:
         self.copy_budget = copy_budget
         self.copy_waits = 0
         """Steps that a row waited for its copy, since others had used up the budget."""
+        self.copied = 0
+        """Pages that the step that is being planned copies so far."""
         self.peak_copies = 0
         """Most pages that one step copied."""
+        # A prompt had the whole budget, so that nobody who decodes got a copy: their turn is next.
+        self._decode_first = False
         self.waiting: deque[Request | Task] = deque()
         # Fragments that nobody has computed yet: one sequence each, for the request at the head of the queue.
         self.encoding: list[tuple[Request, SequenceHandle]] = []
@@ -213,7 +217,14 @@ class Scheduler:
             )
 
     def next_prefill(self, buckets: Sequence[int]) -> PrefillWork | None:
-        """A chunk of the first prompt that can go on; prompts whose next block another one is computing wait."""
+        """A chunk of the first prompt that can go on; prompts whose next block another one is computing wait.
+
+        A step begins here. None too when the prompt of the step before left no copy for those who decode.
+        """
+        self.copied = 0
+        if self._decode_first:
+            self._decode_first = False
+            return None
         prompts = [(request, request.handle) for request in self.prefilling]
         for request, handle in [*self.encoding, *prompts]:
             assert handle is not None
@@ -221,6 +232,7 @@ class Scheduler:
             match = self.memory.match(handle)
             if match.status == "ready":
                 chunk = self.memory.prefill(handle, chunk_size(match.remaining, buckets))
+                self.note_copies(len(chunk.copies))
                 return PrefillWork(request, handle, chunk)
         return None
 
@@ -234,23 +246,27 @@ class Scheduler:
         """For the counters."""
         return {"copy_waits": self.copy_waits, "peak_copies": self.peak_copies}
 
-    def decode_rows(self, work: PrefillWork | None = None) -> list[tuple[Request, Branch]]:
+    def note_copies(self, pages: int) -> None:
+        """So many copies were planned for this step."""
+        self.copied += pages
+        self.peak_copies = max(self.peak_copies, self.copied)
+
+    def decode_rows(self) -> list[tuple[Request, Branch]]:
         """The unfinished branches of decoding requests, in admission order.
 
-        A branch that must copy a page first waits a step once the budget is used up, of which the copies of the same
-        step's prefill take their part; the first of them never waits.
+        A branch that must copy a page first waits a step once the budget is used up, by those before it and by the
+        prompt of this step.
         """
-        rows = []
-        wanted, copied = 0, 0 if work is None else len(work.chunk.copies)
+        rows, wanted = [], self.copied
         for request in self.decoding:
             for branch in request.unfinished:
                 copies = self.memory.must_copy(branch.handle)
-                if copies and wanted and copied + wanted >= self.copy_budget:
+                if copies and wanted >= self.copy_budget:
                     self.copy_waits += 1
+                    self._decode_first |= wanted == self.copied
                     continue
                 wanted += copies
                 rows.append((request, branch))
-        self.peak_copies = max(self.peak_copies, copied + wanted)
         return rows
 
     def remove(self, request: Request) -> None:

@@ -204,3 +204,14 @@ def test_chunks_do_not_change_bits() -> None:
             (output,) = llm.generate(SYSTEM + DECISIONS + NOTES, SAMPLED)
             found.append(said(output))
     assert found[0] == found[1]
+
+
+def test_sixteen_rows_at_once_are_those_of_each_alone() -> None:
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2, ignore_eos=True)
+    prompts = [f"Prompt number {i} that ends somewhere." for i in range(16)]
+    with tiny_llm(num_pages=400, max_num_seqs=16) as llm:
+        together = llm.generate(prompts, params)
+        assert len(llm._core._decode_buckets) == 4
+        for prompt, beside in list(zip(prompts, together, strict=True))[::5]:
+            (alone,) = llm.generate([prompt], params)
+            assert alone.outputs[0].logprobs == beside.outputs[0].logprobs
