@@ -1,7 +1,8 @@
 """The state machines of a page and of a sequence, as tables. Knows states and events, nothing else.
 
-FENCED is where a page waits for the last step that may still read it. Steps run in order on one device stream,
-so at present a fence is lifted in the call that sets it.
+FENCED is where a page would wait for the last step that may still read it. None has to: a plan holds the pages that
+its step reads and writes until it is committed, that is dispatched, and every step takes the pool of pages that the one
+before returned, so that no later write can overtake it. A fence is lifted in the call that sets it.
 """
 
 import enum
