@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,8 @@ class Agent:
     """What its next turn begins with."""
     reads: list[Span]
     """What its pages hold a beginning of."""
+    lineages: frozenset[Scope]
+    """Whose private text it may read: its own, and that of those it was forked from."""
 
 
 class Soak:
@@ -88,6 +90,7 @@ class Soak:
         self.memory = self.lab.memory
         self.lab.memory.verify = lambda: None  # type: ignore[method-assign]  # the lab asks after each step; see run()
         self.verify = type(self.memory).verify
+        self.lab.check = self.check  # type: ignore[method-assign]
         self.agents: list[Agent] = []
         self.left_behind: list[SequenceHandle] = []
         self.now = 0.0
@@ -111,7 +114,7 @@ class Soak:
         self.memory.open_scope(scope)
         handle = self.memory.register(scope)
         head = sorted(self.rng.sample(range(len(PUBLISHED)), self.rng.randrange(3)))
-        self.agents.append(Agent(handle, scope, [PUBLISHED[i] for i in head], []))
+        self.agents.append(Agent(handle, scope, [PUBLISHED[i] for i in head], [], frozenset([scope])))
 
     def turn(self) -> None:
         agent = self.pick()
@@ -159,7 +162,8 @@ class Soak:
         self.memory.open_scope(scope)
         handle = self.memory.fork(agent.handle, scope)
         self.memory.lease(handle, TTL, self.now)
-        self.agents.append(Agent(handle, scope, list(agent.history), list(agent.reads)))
+        lineages = agent.lineages | {scope}
+        self.agents.append(Agent(handle, scope, list(agent.history), list(agent.reads), lineages))
 
     def release(self) -> None:
         agent = self.pick()
@@ -259,19 +263,26 @@ class Soak:
             "evictions": stats.evictions,
             "dropped_sequences": stats.dropped_sequences,
             "lost_updates": self.counts["lost"],
+            "reads_of_foreign_text": self.counts["foreign"],
             "held_at_the_end": stats.held,
             "reserved_at_the_end": stats.reserved,
             "leaked_pages": stats.total - 1 - stats.free,
             "sequences_at_the_end": sum(stats.sequences.values()),
         }
 
+    def check(self, handle: SequenceHandle, spans: Sequence[Span]) -> None:
+        """The sequence reads a beginning of `spans`, computed under no scope but those that it may read."""
+        agent = next((agent for agent in self.agents if agent.handle == handle), None)
+        self.lab.device.poison(self.memory)
+        values, _, owners = self.lab.device.read(self.memory.row(handle))
+        self.counts["lost"] += values != chain(spans)[: len(values)]
+        self.counts["foreign"] += not owners <= {TENANT, GROUP} | (agent.lineages if agent else set())
+        self.counts["read"] += 1
+
     def read_everything(self) -> None:
         """Every agent reads a beginning of its own history, and nothing else."""
-        self.lab.device.poison(self.memory)
         for agent in self.agents:
-            values, _, _ = self.lab.device.read(self.memory.row(agent.handle))
-            self.counts["lost"] += values != chain(agent.reads)[: len(values)]
-            self.counts["read"] += 1
+            self.check(agent.handle, agent.reads)
 
 
 def main() -> None:
