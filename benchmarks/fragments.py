@@ -39,7 +39,7 @@ def in_a_row(link: int) -> list[Arm]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
-    options = {"fragments": "unchecked", "block_size": BLOCK, "max_num_batched_tokens": 256}
+    options: dict[str, Any] = {"fragments": "unchecked", "block_size": BLOCK, "max_num_batched_tokens": 256}
     rows: list[Row] = []
     with LLM(args.model, kv_cache_memory="768MiB", **options) as llm:
         llm.warmup()
@@ -65,7 +65,7 @@ COLUMNS = ("task", "read as", "KL", "top-1", "exact", "as dense", "right", "comp
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """A line for each arm and task, as texts."""
-    found = []
+    found: list[tuple[str, ...]] = []
     for one in result["summaries"]:
         exact, judge, right = ("-" if one[name] is None else f"{one[name]:.2f}" for name in ("exact", "judge", "right"))
         kl = f"{one['kl']:.4f} ± {one['kl_error']:.4f}"
@@ -112,14 +112,24 @@ def plot(result: dict[str, Any], path: Path) -> None:
             x, y = [one["computed_tokens"] for one in line], [one["kl"] for one in line]
             error = [one["kl_error"] for one in line]
             axes.errorbar(x, y, yerr=error, marker="o", ms=5, color=colour, capsize=3, label=label)
-            for one, *at in zip(line, x, y, strict=True):
+            for one, at_x, at_y in zip(line, x, y, strict=True):
                 link = one["arm"].split(", ")[1].removesuffix(" link")
                 if link != "4":  # stands beside the 0
-                    axes.annotate(link, at, xytext=(0, offset), textcoords="offset points", fontsize=8, color=colour)
+                    axes.annotate(
+                        link, (at_x, at_y), xytext=(0, offset), textcoords="offset points", fontsize=8, color=colour
+                    )
         for one in (one for one in found if "repaired" in one["arm"]):
-            at = one["computed_tokens"], one["kl"]
             label = "16 link, 1 block repaired"
-            axes.errorbar(*at, yerr=one["kl_error"], marker="*", ms=10, color="black", capsize=3, label=label)
+            axes.errorbar(
+                one["computed_tokens"],
+                one["kl"],
+                yerr=one["kl_error"],
+                marker="*",
+                ms=10,
+                color="black",
+                capsize=3,
+                label=label,
+            )
         dense = next(one for one in result["summaries"] if one["task"] == task and one["arm"] == "dense")
         axes.axvline(dense["computed_tokens"], color="black", ls=":", lw=1, label="computed in place")
         axes.set_title(task)
