@@ -58,6 +58,7 @@ class EngineConfig:
     copy_budget: pages that one step copies at most, so that a burst of writes to shared pages is spread over steps.
     zero_on_free: pages are overwritten with zeros when they are freed, before anybody else can use them.
     lease_ttl: seconds after which an agent that nobody used is ended; None is never. `agent(..., lease_ttl=)` wins.
+    empty_idle_tenants: seconds after which the KV of a tenant that nobody used is freed; its conversations go on.
     strict_leaks: such an agent is an error, raised by `llm.sweep()` and `llm.close()`, and not only a warning.
     repair_blocks: blocks of each fragment, those that differ most in the reader's context, that are computed there too.
     seed: seed of requests that carry none.
@@ -82,6 +83,7 @@ class EngineConfig:
     zero_on_free: bool = False
     lease_ttl: int | float | None = 3600
     strict_leaks: bool = False
+    empty_idle_tenants: int | float | None = None
     seed: int = 0
     pool_mode: str = "elastic"
     tensor_parallel_size: int = 1
@@ -113,6 +115,9 @@ class EngineConfig:
             isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < float("inf")
         ):
             raise ConfigError(f"lease_ttl must be a number of seconds above 0, or None for no end, got {ttl!r}")
+        idle = self.empty_idle_tenants
+        if idle is not None and (isinstance(idle, bool) or not 0 < idle < float("inf")):
+            raise ConfigError(f"empty_idle_tenants must be a number of seconds above 0, or None, got {idle!r}")
         _require_int("seed", self.seed, 0)
         if self.pool_mode not in ("elastic", "reserved"):
             raise ConfigError(f"pool_mode must be elastic or reserved, got {self.pool_mode!r}")

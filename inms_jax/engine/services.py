@@ -91,7 +91,7 @@ class Services:
 
     def sweep(self, now: int | float, stalled_after: int | float = STALLED_S) -> SweepReport:
         """End agents that nobody used for their ttl, and report requests that stand still. Engine thread only."""
-        found = self.memory.sweep(now)
+        found = self.memory.sweep(now, empty_after=self.config.empty_idle_tenants)
         for expired in found.expired:
             member = self.members.pop(expired.handle, None)
             log.warning("agent %s was ended: %s", "?" if member is None else member.name, expired)
@@ -102,7 +102,7 @@ class Services:
         stalled = stalled_requests(self.core.scheduler.requests(), now, stalled_after)
         for one in stalled:
             log.warning("%s", one)
-        return SweepReport(found.expired, stalled)
+        return SweepReport(found.expired, stalled, found.emptied)
 
     def require_no_leaks(self) -> None:
         """LeakError, once, if agents were ended that nobody closed and `strict_leaks` is set."""

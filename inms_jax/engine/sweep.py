@@ -27,10 +27,13 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """Agents that were ended because nobody used them, and requests that stand still."""
+    """Agents that were ended because nobody used them, requests that stand still, and idle tenants whose KV was freed:
+    id, and number of pages.
+    """
 
     expired: tuple[Expired, ...] = ()
     stalled: tuple[Stalled, ...] = ()
+    emptied: tuple[tuple[str, int], ...] = ()
 
 
 def stalled_requests(requests: Iterable[Request], now: int | float, after: int | float) -> tuple[Stalled, ...]:

@@ -41,10 +41,14 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What one look at all leases found. `resumed`: their pause is over, their KV is that of any idle sequence."""
+    """What one look at all leases found. `resumed`: their pause is over, their KV is that of any idle sequence.
+
+    emptied: tenants that nobody used for a while, and the pages that were freed of each.
+    """
 
     expired: tuple[Expired, ...] = ()
     resumed: tuple[SequenceHandle, ...] = ()
+    emptied: tuple[tuple[str, int], ...] = ()
 
 
 def check_ttl(what: str, ttl: int | float | None) -> None:

@@ -249,26 +249,32 @@ class MemoryManager(Operations):
     def lease(self, handle: SequenceHandle, ttl: int | float | None, now: int | float) -> None:
         """Let the sequence live until nobody has used it for `ttl` seconds; None, as at first, is without end."""
         check_ttl("a lease", ttl)
-        with self._sequence(handle) as (_, seq):
+        with self._sequence(handle) as (part, seq):
             seq.lease.ttl, seq.lease.renewed = ttl, now
+            part.used = now
 
     def renew(self, handle: SequenceHandle, now: int | float) -> None:
         """The sequence is in use."""
-        with self._sequence(handle) as (_, seq):
-            seq.lease.renewed = now
+        with self._sequence(handle) as (part, seq):
+            seq.lease.renewed = part.used = now
 
-    def sweep(self, now: int | float) -> Sweep:
-        """End the sequences whose lease is over: their handles are stale, their pages are those of a released one."""
-        found = [one for tenant in list(self._parts) for one in self._sweep(tenant, now)]
+    def sweep(self, now: int | float, *, empty_after: int | float | None = None) -> Sweep:
+        """End the sequences whose lease is over: their handles are stale, their pages are those of a released one.
+
+        empty_after: tenants that nobody has used for so long are emptied, as by `empty`.
+        """
+        found: list[Expired | SequenceHandle] = []
+        emptied: list[tuple[str, int]] = []
+        for tenant in list(self._parts):
+            with contextlib.suppress(ClosedError), self._tenant(tenant) as part:  # it may be gone meanwhile
+                found += part.sweep(now)
+                if empty_after is not None and (freed := part.empty_if_idle(now, empty_after)):
+                    emptied.append((tenant, freed))
         return Sweep(
             tuple(one for one in found if isinstance(one, Expired)),
             tuple(one for one in found if isinstance(one, SequenceHandle)),
+            tuple(emptied),
         )
-
-    def _sweep(self, tenant: str, now: int | float) -> list[Expired | SequenceHandle]:
-        with contextlib.suppress(ClosedError), self._tenant(tenant) as part:  # it may be gone meanwhile
-            return list(part.sweep(now))
-        return []
 
     def pause(self, handle: SequenceHandle, until: int | float | None) -> None:
         """Keep the KV of a sequence between turns, whatever others need, until a sweep finds that it is `until`."""

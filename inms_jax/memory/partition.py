@@ -53,6 +53,8 @@ class Partition:
         self.working: Sequence | None = None
         self._unfinished: list[Sequence] = []
         self.declared = False
+        # When it was last in use, by the clock that leases are measured with; None: nobody has said yet.
+        self.used: int | float | None = None
 
     def tick(self) -> int:
         """The next moment."""
@@ -184,6 +186,8 @@ class Partition:
             lease = seq.lease
             if seq.in_turn or seq.pinned:
                 lease.renewed = now
+                if seq.in_turn:
+                    self.used = now
             elif lease.expired(now) and lease.ttl is not None:
                 expired = Expired(seq.handle, seq.scope, now - lease.renewed, lease.ttl, len(set(seq.held)))
                 move(seq, SequenceEvent.EXPIRE)
@@ -195,6 +199,12 @@ class Partition:
             elif seq.state is SequenceState.PAUSED and lease.pause_over(now):
                 move(seq, SequenceEvent.RESUME)
                 yield seq.handle
+
+    def empty_if_idle(self, now: int | float, after: int | float) -> int:
+        """Free what no turn needs, if nobody has used the tenant for so long; the number of pages freed."""
+        if self.used is None:
+            self.used = now
+        return self.empty() if now - self.used >= after else 0
 
 
 def account_name(account: Scope) -> str:

@@ -199,6 +199,21 @@ def test_a_request_that_stands_still_is_reported(llm: LLM) -> None:
         assert llm.sweep(stalled_after=40).stalled == ()
 
 
+def test_an_idle_tenant_is_emptied_and_says_the_same() -> None:
+    with tiny_llm(empty_idle_tenants=60) as llm, llm.tenant("acme") as tenant:
+        agent = tenant.agent("a", [NOTES])
+        agent.chat("One?", PARAMS)
+        assert llm.sweep(later(50)).emptied == ()
+        ((name, pages),) = llm.sweep(later(70)).emptied
+        assert (name, pages > 5) == (tenant.scope.tenant, True)
+        assert llm.stats().memory.free == llm.stats().memory.total - 1
+        emptied = said(agent.chat("Two?", PARAMS))
+    with tiny_llm() as llm, llm.tenant("acme") as tenant:
+        agent = tenant.agent("a", [NOTES])
+        agent.chat("One?", PARAMS)
+        assert said(agent.chat("Two?", PARAMS)) == emptied
+
+
 @pytest.mark.parametrize("ttl", [0, -5, True])
 def test_bad_times_are_refused(llm: LLM, ttl: float) -> None:
     with pytest.raises(ConfigError, match="lease_ttl must be a number of seconds above 0"):

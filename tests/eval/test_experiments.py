@@ -58,6 +58,14 @@ def check_cow_burst(rows: list[dict[str, Any]]) -> None:
     assert small["steps"] > large["steps"]
 
 
+def check_leak_soak(rows: list[dict[str, Any]]) -> None:
+    """Without leases the pool fills and everybody is refused."""
+    without, lease = rows
+    assert without["refused"] > 5 * lease["refused"]
+    assert without["expired"] == 0 < lease["expired"] <= lease["crashed"]
+    assert without["held"][-1] > lease["held"][-1]
+
+
 def check_block_size(rows: list[dict[str, Any]]) -> None:
     """Smaller blocks find more of what is common."""
     small, large = rows

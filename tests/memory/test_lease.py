@@ -186,3 +186,22 @@ def test_bad_times_are_refused(ttl):
     a = m.memory.register(A)
     with pytest.raises(InvalidRequestError, match="seconds above 0, or None"):
         m.memory.lease(a, ttl, 0)
+
+
+def test_a_tenant_that_nobody_uses_is_emptied_and_goes_on():
+    m = lab()
+    a = m.memory.register(A)
+    m.memory.lease(a, None, 0)
+    spans = m.turn(a, [SYSTEM, private(A, 9)], A)
+    assert m.memory.sweep(9, empty_after=10).emptied == ()
+    m.memory.renew(a, 9)
+    assert m.memory.sweep(18, empty_after=10).emptied == ()
+    assert m.memory.sweep(19, empty_after=10).emptied == (("acme#1", 5),)
+    assert m.memory.sweep(40, empty_after=10).emptied == ()
+    assert m.memory.stats().free == m.memory.stats().total - 1
+    m.turn(a, spans, A)
+    m.begin(a, spans)
+    assert m.memory.sweep(90, empty_after=10).emptied == ()
+    m.memory.end_turn(a, keep=False, history_len=15)
+    assert m.memory.sweep(99, empty_after=10).emptied == ()
+    assert m.memory.sweep(100, empty_after=10).emptied == (("acme#1", 5),)
