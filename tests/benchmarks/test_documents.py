@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fragments import markdown
+from benchmarks.results_page import page
 from inms_jax.engine.gate import SHIPPED, Gate, find_gate
 from inms_jax.eval.experiment import Results, find_config, load_config
 from inms_jax.eval.experiment_run import report
@@ -36,3 +37,7 @@ def test_shipped_gates_are_found_and_pass(path: Path, tmp_path: Path) -> None:
     assert find_gate(gate.model_id, gate.weights_version, gate.dtype, tmp_path) == gate
     assert gate.rooted.probes >= 40
     assert gate.rooted.failures() == []
+
+
+def test_the_page_of_results_is_made_from_them() -> None:
+    assert (ROOT / "docs/results.md").read_text() == page()

@@ -66,6 +66,14 @@ def check_leak_soak(rows: list[dict[str, Any]]) -> None:
     assert without["held"][-1] > lease["held"][-1]
 
 
+def check_memory_store(rows: list[dict[str, Any]]) -> None:
+    """Fragments are computed and stored once."""
+    prefix, fragment = rows
+    assert prefix["prompt_tokens"] == fragment["prompt_tokens"]
+    assert fragment["computed_tokens"] < 0.7 * prefix["computed_tokens"]
+    assert fragment["mean_pages"] < prefix["mean_pages"]
+
+
 def check_block_size(rows: list[dict[str, Any]]) -> None:
     """Smaller blocks find more of what is common."""
     small, large = rows

@@ -15,9 +15,8 @@ from typing import Any
 
 from inms_jax.errors import ConfigError
 from inms_jax.eval.experiment import Cell, Measured, Results, Table
+from inms_jax.eval.experiments.bare import bare_memory
 from inms_jax.eval.plots import BLUE, figure_of, plain
-from inms_jax.memory.fingerprint import CacheIdentity
-from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import Span
 from inms_jax.memory.tier import Scope
 
@@ -63,11 +62,8 @@ def bench(settings: Settings) -> Callable[[Cell], Measured]:
 
 
 def _run(settings: Settings, points: Sequence[int], size: int) -> tuple[dict[str, Any], float]:
-    identity = CacheIdentity(
-        model_id="none", weights_version="0", dtype="none", layout="none", rope="none", block_size=size
-    )
-    pages = settings.contexts * (-(-settings.length // size) + 1) + 1
-    memory = MemoryManager(num_pages=pages, block_size=size, identity=identity)
+    pages = settings.contexts * (-(-settings.length // size) + 1)
+    memory = bare_memory(pages, size)
     memory.open_scope(_OWNER)
     hits, slots, tokens = 0, 0, 0
     lookups: list[float] = []

@@ -1,8 +1,8 @@
 """Agents that crash without a word: pages held and turns refused over time, without leases and with them.
 
 The memory manager alone, without a model. Each tick an agent may come, has a few turns, and leaves or crashes; whoever
-used a crashed one never releases it. A lease ends it when nobody has used it for so long. All of them are paused, waiting
-for a tool: idle KV would give way, that of a paused agent does not, and so a leak of it hurts.
+used a crashed one never releases it. A lease ends it when nobody has used it for so long. All of them are paused,
+waiting for a tool: idle KV would give way, that of a paused agent does not, and so a leak of it hurts.
 """
 
 import random
@@ -13,8 +13,8 @@ from typing import Any
 
 from inms_jax.errors import CapacityError, ConfigError
 from inms_jax.eval.experiment import Cell, Measured, Results, Table
+from inms_jax.eval.experiments.bare import bare_memory, read_context
 from inms_jax.eval.plots import figure_of, plain
-from inms_jax.memory.fingerprint import CacheIdentity
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import Span
 from inms_jax.memory.stats import SequenceHandle
@@ -50,10 +50,7 @@ def bench(settings: Settings) -> Callable[[Cell], Measured]:
 
 def _run(settings: Settings, lease: int) -> dict[str, Any]:
     rng = random.Random(settings.seed)
-    identity = CacheIdentity(
-        model_id="none", weights_version="0", dtype="none", layout="none", rope="none", block_size=BLOCK
-    )
-    memory = MemoryManager(num_pages=settings.pages + 1, block_size=BLOCK, identity=identity)
+    memory = bare_memory(settings.pages, BLOCK)
     living: list[tuple[SequenceHandle, Scope]] = []
     held, served, refused, crashed, expired = [], 0, 0, 0, 0
     for tick in range(settings.ticks):
@@ -89,14 +86,9 @@ def _run(settings: Settings, lease: int) -> dict[str, Any]:
 
 def _turn(memory: MemoryManager, handle: SequenceHandle, span: Span) -> bool:
     try:
-        if not memory.begin_turn(handle, [span], max_new_tokens=0).admitted:
-            return False
+        return read_context(memory, handle, [span]) is not None
     except CapacityError:
         return False
-    chunk = memory.prefill(handle, len(span.tokens))
-    memory.commit_prefill(handle, chunk)
-    memory.end_turn(handle, keep=True, history_len=len(span.tokens))
-    return True
 
 
 def _end(memory: MemoryManager, handle: SequenceHandle, scope: Scope) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from inms_jax.errors import CapacityError, ConfigError
 from inms_jax.eval.experiment import Cell, Measured, Results, Table
+from inms_jax.eval.experiments.bare import bare_memory
 from inms_jax.eval.plots import BLUE, ORANGE, figure_of, plain
-from inms_jax.memory.fingerprint import CacheIdentity
 from inms_jax.memory.manager import MemoryManager
 from inms_jax.memory.plan import Span
 from inms_jax.memory.quota import Quota
@@ -71,10 +71,7 @@ class _Crowd:
     def run(self) -> dict[str, Any]:
         settings = self.settings
         rng = random.Random(f"{settings.seed}/{self.load}")
-        identity = CacheIdentity(
-            model_id="none", weights_version="0", dtype="none", layout="none", rope="none", block_size=BLOCK
-        )
-        memory = MemoryManager(num_pages=settings.pages + 1, block_size=BLOCK, identity=identity, pool_mode=self.mode)
+        memory = bare_memory(settings.pages, BLOCK, pool_mode=self.mode)
         share = settings.pages // settings.tenants
         for tenant in range(settings.tenants):
             quota = Quota(reserve=share // 2, limit=settings.pages) if self.mode == "elastic" else Quota(reserve=share)
