@@ -16,7 +16,15 @@ from typing import Any, Protocol, get_args, get_origin, get_type_hints, runtime_
 from inms_jax.errors import ConfigError
 
 BUILT_IN = Path(__file__).parent.parent / "configs/experiments"
-EXPERIMENTS = ("eight_agents", "block_size", "cow_burst", "leak_soak", "memory_store", "pools")
+EXPERIMENTS = (
+    "eight_agents",
+    "block_size",
+    "cow_burst",
+    "decode_sharing",
+    "leak_soak",
+    "memory_store",
+    "pools",
+)
 """The modules of inms_jax.eval.experiments."""
 
 Cell = Mapping[str, Any]

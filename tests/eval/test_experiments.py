@@ -74,6 +74,15 @@ def check_memory_store(rows: list[dict[str, Any]]) -> None:
     assert fragment["mean_pages"] < prefix["mean_pages"]
 
 
+def check_decode_sharing(rows: list[dict[str, Any]]) -> None:
+    """What is public is read once for all; nothing compiles meanwhile."""
+    by = {(row["agents"], row["share"]): row for row in rows}
+    assert all(row["compiled_meanwhile"] == 0 for row in rows)
+    assert by[3, 0.0]["pages_read"] == by[3, 0.0]["pages_needed"]
+    assert by[3, 0.9]["pages_read"] < 0.6 * by[3, 0.9]["pages_needed"]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
 def check_block_size(rows: list[dict[str, Any]]) -> None:
     """Smaller blocks find more of what is common."""
     small, large = rows

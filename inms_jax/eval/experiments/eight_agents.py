@@ -15,6 +15,7 @@ from inms_jax.config import SamplingParams
 from inms_jax.engine.segment import Segment
 from inms_jax.errors import ConfigError
 from inms_jax.eval.experiment import Cell, Measured, Results, Table
+from inms_jax.eval.experiments.texts import text_of
 from inms_jax.eval.plots import BLUE, ORANGE, figure_of, plain
 from inms_jax.eval.probe import context_of
 from inms_jax.llm import LLM
@@ -108,7 +109,7 @@ def _agents(llm: LLM, tenant: Tenant, work: Work) -> list[Agent]:
     read = 0
     context: list[Any] = []
     if work.public_tokens > 16:
-        tenant.publish("public", _text(llm, work.public_tokens))
+        tenant.publish("public", text_of(llm.tokenizer, work.public_tokens))
         context = ["public"]
         with tenant.agent("measure", context) as one:
             read = len(one.token_ids)
@@ -117,12 +118,6 @@ def _agents(llm: LLM, tenant: Tenant, work: Work) -> list[Agent]:
         own = [1 + (7919 * number + 31 * i) % 200 for i in range(max(0, work.context - read - 8))]
         found.append(tenant.agent(f"agent-{number}", [*context, Segment(own)] if own else context))
     return found
-
-
-def _text(llm: LLM, tokens: int) -> str:
-    """A text of about so many tokens with what the template puts around it."""
-    each = len(llm.tokenizer.encode(" port" * 64)) / 64
-    return "port" + " port" * max(1, int((tokens - 8) / each) - 1)
 
 
 def tables(results: Results) -> Sequence[Table]:
